@@ -1,0 +1,268 @@
+"""The public functions of the gated delta rule: arguments checked, defaults filled in, platform chosen."""
+
+import functools
+import numbers
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from amdgpu.arch import current_arch
+from gated_delta import decode, grid, kernel
+from gated_delta.tuning import Config, default_config
+from references import gated_delta as reference
+
+DTYPES = ("bfloat16", "float16", "float32")
+# A state tile [K, V / dv_splits] in fp32 has to stay in registers.
+LARGEST_KEY_SIZE = 256
+
+
+def chunk_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Array | None = None,
+    state_v_first: bool = False,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> tuple[Array, Array | None]:
+    """Gated delta rule over whole sequences (prefill), in chunks.
+
+    For each batch row and head, with S the state `[K, V]`:
+
+        S   = exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S = S + k_t u_t^T;   o_t = scale S^T q_t
+
+    On a GPU three Pallas kernels run window by window over the sequence, with scratch bounded by the window
+    (`prefill_scratch_bytes`); elsewhere the chunked reference runs. Composes with jit, vmap, grad, checkpoint, scan and
+    shard_map; derivatives recompute the chunked reference from the inputs.
+
+    Args:
+      q, k: `[B, T, G, K]` in bf16, fp16 or fp32. Keys are expected with a norm of at most 1.
+      v: `[B, T, H, V]` in the same dtype; H is a multiple of G, and head h reads key head `h // (H // G)`.
+      g: `[B, T, H]`, natural logarithm of the decay, at most 0 (-inf: a full reset), in any float dtype.
+      beta: `[B, T, H]`, step size in [0, 1], up to 2 with negative eigenvalues, in any float dtype.
+      scale: factor on the output, static; `K**-0.5` by default.
+      initial_state: `[B, H, K, V]`, or `[R, H, K, V]` for packed sequences, in any float dtype; zeros by default.
+      output_final_state: whether to return the state after the last token.
+      use_qk_l2norm_in_kernel: whether to divide q and k by `sqrt(sum(x^2) + 1e-6)`, in fp32 and unrounded.
+      cu_seqlens: int32 `[R + 1]`, for R sequences packed along T in one batch row: sequence r is the tokens
+        `cu_seqlens[r]` to `cu_seqlens[r + 1]`; ascending from 0. Tokens after the last one give 0.
+      state_v_first: whether states are `[.., V, K]` instead.
+      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference".
+      config: how the kernels are cut; by default from the table in `gated_delta.tuning`.
+
+    Returns:
+      o `[B, T, H, V]` in v's dtype, and the final state in fp32, or None.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; the message names it.
+      NotImplementedError: `implementation="pallas"` and K > 256.
+
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", https://arxiv.org/abs/2412.06464, equation 10; the chunk
+    form is derived in `references.gated_delta`.
+    """
+    options = _Options(scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first, implementation, config)
+    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(_check(arrays, options), options, "prefill")
+
+
+def recurrent_gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Array | None = None,
+    state_v_first: bool = False,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> tuple[Array, Array | None]:
+    """Gated delta rule for one to a few tokens a call (decode): token by token, state in and state out.
+
+    Arguments, results and errors are those of `chunk_gated_delta_rule`; so is the result, to rounding. On a GPU one
+    kernel runs, which reads the state once and writes it once. The state is updated in place where the caller's jit
+    donates it (or carries it through a scan); otherwise XLA copies it first.
+    """
+    options = _Options(scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first, implementation, config)
+    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return _run(_check(arrays, options), options, "decode")
+
+
+def prefill_scratch_bytes(
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    key_size: int,
+    value_size: int,
+    *,
+    dtype,
+    config: Config | None = None,
+    num_sequences: int | None = None,
+) -> int:
+    """Bytes that `chunk_gated_delta_rule` allocates on a GPU besides its results.
+
+    One window of chunks, whatever the length of the sequence. Where more than one window runs, a carry of
+    B H K V 4 bytes is counted too; it is not allocated where the final state is asked for, whose buffer serves.
+
+    Args:
+      batch, seq_len, num_heads, key_size, value_size: B, T, H, K, V.
+      dtype: of q, k and v.
+      config: by default that of the architecture at hand.
+      num_sequences: R, for packed sequences; the table of their chunks grows with T: 20 bytes a chunk.
+    """
+    if seq_len == 0 or batch == 0 or num_sequences == 0:
+        return 0
+    config = default_config(current_arch(), dtype, value_size) if config is None else config
+    config.check_splits(value_size)
+    # Key heads have no part in scratch.
+    shape = (batch, seq_len, num_heads, num_heads, key_size, value_size)
+    return grid.scratch_bytes(grid.Problem(*shape, jnp.dtype(dtype), config, num_sequences))
+
+
+class _Options(NamedTuple):
+    """The static arguments."""
+
+    scale: float | None
+    output_final_state: bool
+    l2norm: bool
+    state_v_first: bool
+    implementation: str | None
+    config: Config | None
+
+
+def _check(arrays: dict, options: _Options) -> dict:
+    """The only validation. Returns the arrays as jax arrays; raises ValueError naming the argument."""
+
+    def refuse(name, got, allowed):
+        raise ValueError(f"{name} must be {allowed}, got {got}")
+
+    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    q, k, v, g, beta, state, offsets = arrays.values()
+    for name, x, axes in (("q", q, "[B, T, G, K]"), ("k", k, "[B, T, G, K]"), ("v", v, "[B, T, H, V]")):
+        if x.ndim != 4:
+            refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
+        if x.dtype.name not in DTYPES:
+            refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
+        if x.dtype != q.dtype:
+            refuse(name, x.dtype.name, f"of q's dtype {q.dtype.name}")
+    if k.shape != q.shape:
+        refuse("k", f"shape {k.shape}", f"of q's shape [B, T, G, K] = {q.shape}")
+    if v.shape[:2] != q.shape[:2]:
+        refuse("v", f"shape {v.shape}", f"[B, T, H, V] with q's B, T = {q.shape[:2]}")
+    (B, _, G, K), (H, V) = q.shape, v.shape[2:]
+    for name, size in (("q", G), ("q", K), ("v", H), ("v", V)):
+        if size == 0:
+            refuse(name, f"shape {arrays[name].shape}", "without an empty axis of heads or features")
+    if H % G:
+        refuse("v", f"H = {H} heads", f"of a multiple of q's G = {G} heads")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:3]:
+            refuse(name, f"shape {x.shape}", f"[B, T, H] = {v.shape[:3]} as in v (tokens before heads)")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            refuse(name, x.dtype.name, "of a float dtype")
+    if offsets is not None:
+        if offsets.ndim != 1 or offsets.size == 0 or offsets.dtype != jnp.int32:
+            refuse("cu_seqlens", f"{offsets.dtype.name} {offsets.shape}", "int32 of shape [R + 1]")
+        if B != 1:
+            refuse("q", f"B = {B}", "of B = 1 where cu_seqlens is given")
+    if state is not None:
+        rows = B if offsets is None else offsets.size - 1
+        expected = (rows, H, V, K) if options.state_v_first else (rows, H, K, V)
+        if state.shape != expected:
+            axes = "[.., H, V, K]" if options.state_v_first else "[.., H, K, V]"
+            refuse("initial_state", f"shape {state.shape}", f"{axes} = {expected}")
+        if not jnp.issubdtype(state.dtype, jnp.floating):
+            refuse("initial_state", state.dtype.name, "of a float dtype")
+    if options.scale is not None and not isinstance(options.scale, numbers.Real):
+        refuse("scale", repr(options.scale), "a Python number (it is static) or None")
+    if options.implementation not in (None, "pallas", "reference"):
+        refuse("implementation", repr(options.implementation), 'None, "pallas" or "reference"')
+    if options.config is not None:
+        if not isinstance(options.config, Config):
+            refuse("config", repr(options.config), "a gated_delta.Config or None")
+        options.config.check_splits(V)
+    return arrays
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _run(arrays: dict, options: _Options, phase: str) -> tuple[Array, Array | None]:
+    """The phase ("prefill" or "decode") on the platform that it is lowered for."""
+    refer = functools.partial(_reference, options=options)
+    launch = functools.partial(_pallas, options=options, phase=phase)
+    implementation = options.implementation
+    K = arrays["q"].shape[-1]
+    if implementation == "pallas" and K > LARGEST_KEY_SIZE:
+        raise NotImplementedError(f"the Pallas kernels take key sizes up to {LARGEST_KEY_SIZE}, got K = {K}")
+    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
+    if implementation == "reference" or K > LARGEST_KEY_SIZE or _is_empty(arrays):
+        return refer(arrays)
+    other = {"default": refer} if implementation is None else {"cpu": functools.partial(launch, platform=None)}
+
+    @jax.custom_jvp
+    def differentiable(arrays):
+        branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
+        return lax.platform_dependent(arrays, **branches, **other)
+
+    @differentiable.defjvp
+    def derivative(primals, tangents):
+        # Of the forward pass nothing is kept but its inputs: the reference is computed again from them.
+        return differentiable(*primals), jax.jvp(jax.checkpoint(refer), primals, tangents)[1]
+
+    return differentiable(arrays)
+
+
+def _is_empty(arrays: dict) -> bool:
+    sequences = arrays["cu_seqlens"]
+    return arrays["v"].size == 0 or (sequences is not None and sequences.size == 1)
+
+
+def _reference(arrays: dict, options: _Options):
+    return reference.chunk_gated_delta_rule(
+        **arrays,
+        scale=options.scale,
+        output_final_state=options.output_final_state,
+        use_qk_l2norm_in_kernel=options.l2norm,
+        state_v_first=options.state_v_first,
+    )
+
+
+def _pallas(arrays: dict, options: _Options, phase: str, platform: str | None):
+    (B, T, G, K), (H, V) = arrays["q"].shape, arrays["v"].shape[2:]
+    offsets = arrays["cu_seqlens"]
+    config = options.config or default_config(current_arch(), arrays["v"].dtype, V)
+    problem = grid.Problem(
+        batch=B,
+        seq_len=T,
+        groups=G,
+        heads=H,
+        key_size=K,
+        value_size=V,
+        dtype=arrays["v"].dtype,
+        config=config,
+        sequences=None if offsets is None else offsets.size - 1,
+        has_initial=arrays["initial_state"] is not None,
+        keeps_states=options.output_final_state,
+        state_v_first=options.state_v_first,
+    )
+    operands = {name: x for name, x in arrays.items() if x is not None}
+    scale = K**-0.5 if options.scale is None else float(options.scale)
+    # Kernels count in int32 whatever the caller's default.
+    with jax.enable_x64(False):
+        if phase == "decode":
+            return decode.decode(problem, operands, scale=scale, l2norm=options.l2norm, platform=platform)
+        if offsets is not None:
+            operands["table"] = grid.chunk_table(offsets, T, config.chunk_size)
+        return kernel.prefill(problem, operands, scale=scale, l2norm=options.l2norm, platform=platform)

@@ -1,0 +1,354 @@
+"""How the prefill is cut: the window tiling, the V split, and one `plan` per pass.
+
+A sequence of T tokens is N = ceil(T / C) chunks; W chunks are a window:
+
+    tokens   | 0 .. C-1 | C .. 2C-1 |  ...              | ..  T-1 |
+    chunks   |    0     |     1     |  ...   | W |  ...   |   N-1   |
+    windows  |           0                   |     1 ...            |
+
+The three passes run window by window over scratch for one window, so scratch is bounded by W, not by T. Inside a
+window:
+
+    locals    one program for each (chunk, batch, head)      parallel over everything: nothing here depends on the state
+    scan      one program for each (batch, head, V slice)    serial over the chunks; the columns of the state never mix,
+                                                             so a slice of V is a problem of its own
+    outputs   one program for each (chunk, batch, head)      parallel over everything: the states are known now
+
+All index functions are pure integer arithmetic (+ - * // %) and serve Python ints and traced program ids alike.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from gated_delta.tuning import Config
+
+
+def num_chunks(seq_len: int, chunk_size: int, num_sequences: int | None = None) -> int:
+    """N. With `num_sequences` packed sequences, the most that their ragged ends can need."""
+    if num_sequences is None:
+        return -(-seq_len // chunk_size)
+    return (seq_len + num_sequences * (chunk_size - 1)) // chunk_size
+
+
+def chunk_program(program, batch, heads):
+    """(chunk in window, b, h) of a program of the locals or the outputs; neighbours read neighbouring heads."""
+    return program // (batch * heads), program // heads % batch, program % heads
+
+
+def scan_program(program, heads, dv_splits):
+    """(b, h, V slice) of a program of the scan; the slices of a head are neighbours and share its keys in L2."""
+    return program // (heads * dv_splits), program // dv_splits % heads, program % dv_splits
+
+
+def group_of(head, heads, groups):
+    """The key head that serves `head`: H // G consecutive heads share one."""
+    return head // (heads // groups)
+
+
+# Columns of `chunk_table`.
+START, LENGTH, SEQUENCE, OPENS, CLOSES = range(5)
+
+
+def chunk_table(cu_seqlens, seq_len, chunk_size):
+    """Where the chunks of packed sequences lie: int32 `[N, 5]`, one row a chunk.
+
+    Columns: first token; tokens (0 for chunks that are not needed); sequence; whether the chunk is its sequence's
+    first, and its last. Offsets that do not ascend give unspecified rows, always inside of the sequence.
+    """
+    sequences = cu_seqlens.size - 1
+    starts = jnp.clip(cu_seqlens, 0, seq_len)
+    lengths = jnp.maximum(starts[1:] - starts[:-1], 0)
+    counts = -(-lengths // chunk_size)
+    ends = jnp.cumsum(counts)
+    chunk = jnp.arange(num_chunks(seq_len, chunk_size, sequences), dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, chunk, side="right").astype(jnp.int32), sequences - 1)
+    in_sequence = chunk - (ends - counts)[sequence]
+    length = jnp.clip(lengths[sequence] - in_sequence * chunk_size, 0, chunk_size)
+    start = jnp.minimum(starts[sequence] + in_sequence * chunk_size, seq_len)
+    opens, closes = (in_sequence == 0) & (length > 0), in_sequence == counts[sequence] - 1
+    return jnp.stack([x.astype(jnp.int32) for x in (start, length, sequence, opens, closes)], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Static facts of one prefill.
+
+    `sequences` is R for packed sequences, else None. `has_initial`: initial states are given; `keeps_states`: final
+    states are asked for; both are `[rows, H, K, V]`, or V before K with `state_v_first`.
+    """
+
+    batch: int
+    seq_len: int
+    groups: int
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: jnp.dtype
+    config: Config
+    sequences: int | None = None
+    has_initial: bool = False
+    keeps_states: bool = False
+    state_v_first: bool = False
+
+    @property
+    def chunks(self) -> int:
+        return num_chunks(self.seq_len, self.config.chunk_size, self.sequences)
+
+    @property
+    def window_chunks(self) -> int:
+        return min(self.config.window_chunks, self.chunks)
+
+    @property
+    def windows(self) -> int:
+        return -(-self.chunks // self.window_chunks)
+
+    @property
+    def carry_rows(self) -> int:
+        """Rows of the buffer that takes the state from window to window; 0: one window needs none.
+
+        Where final states are asked for, their buffer is it: a row for each sequence.
+        """
+        if self.keeps_states:
+            return self.batch if self.sequences is None else self.sequences
+        return self.batch if self.windows > 1 else 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether o is written piece by piece into a buffer that exists before."""
+        return self.windows > 1 or self.sequences is not None
+
+    @property
+    def key_tile(self) -> int:
+        return tile_size(self.key_size)
+
+    @property
+    def slice_size(self) -> int:
+        return self.value_size // self.config.dv_splits
+
+    @property
+    def slice_tile(self) -> int:
+        return tile_size(self.slice_size)
+
+    @property
+    def terms(self) -> int:
+        """How many values of the input dtype stand for one fp32 matrix operand T; bf16 needs two (see kernel.py)."""
+        return 2 if self.dtype == jnp.bfloat16 else 1
+
+    @property
+    def scaled(self) -> bool:
+        """fp16 holds states and updates only relative to a power of two kept for each (chunk, head, slice)."""
+        return self.dtype == jnp.float16
+
+
+def tile_size(size: int) -> int:
+    """The power of two >= 16 that a tile of `size` columns takes in a kernel; the rest is masked."""
+    return max(16, pl.next_power_of_2(size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `pl.pallas_call` is told about one pass; operands and results go by name."""
+
+    grid: tuple[int, ...]
+    in_specs: dict[str, pl.BlockSpec]
+    out_specs: dict[str, pl.BlockSpec]
+    out_shape: dict[str, jax.ShapeDtypeStruct]
+
+
+def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
+    """The buffers of one window, by name, in the order in which the passes write them."""
+    window = (p.window_chunks, p.batch, p.heads)
+    c = p.config.chunk_size
+    f32, dtype = jnp.float32, p.dtype
+    buffers = {
+        # locals -> scan
+        "solve": ((*window, p.terms, c, c), dtype),
+        "key_in": ((*window, c), f32),
+        "key_out": ((*window, c), f32),
+        "decay": (window, f32),
+        # locals -> outputs
+        "score": ((*window, c, c), dtype),
+        "query_in": ((*window, c), f32),
+        # scan -> outputs
+        "update": ((*window, p.value_size, c), dtype),
+        "state": ((*window, p.value_size, p.key_size), dtype),
+    }
+    if p.scaled:
+        buffers["power"] = ((*window, p.config.dv_splits), f32)
+    return {name: jax.ShapeDtypeStruct(*spec) for name, spec in buffers.items()}
+
+
+LOCALS_TO_SCAN = ("solve", "key_in", "key_out", "decay")
+LOCALS_TO_OUTPUTS = ("score", "query_in")
+
+
+def plan_locals(p: Problem) -> Plan:
+    """Pass (a): reads q, k, g, beta of a chunk; writes what the scan and the outputs multiply with."""
+    tokens = _token_specs(p, lambda program: chunk_program(program, p.batch, p.heads)[1:])
+    chunk, buffers = _chunk_specs(p), scratch(p)
+    written = (*LOCALS_TO_SCAN, *LOCALS_TO_OUTPUTS)
+    return Plan(
+        grid=(p.window_chunks * p.batch * p.heads,),
+        in_specs=_position_specs(p) | _pick(tokens, ("q", "k", "g", "beta")),
+        out_specs=_pick(chunk, written),
+        out_shape=_pick(buffers, written),
+    )
+
+
+def plan_scan(p: Problem) -> Plan:
+    """Pass (b): carries the state over the chunks of a window; writes each chunk's first state and its updates."""
+    tokens = _token_specs(p, lambda program: scan_program(program, p.heads, p.config.dv_splits)[:2])
+    window, buffers = _window_specs(p), scratch(p)
+    plan = Plan(
+        grid=(p.batch * p.heads * p.config.dv_splits,),
+        in_specs=_position_specs(p) | _pick(tokens, ("k", "v")) | _pick(window, LOCALS_TO_SCAN),
+        out_specs=_pick(window, scan_to_outputs(p)),
+        out_shape=_pick(buffers, scan_to_outputs(p)),
+    )
+    if p.has_initial:
+        plan.in_specs["initial_state"] = _state_spec(p, p.batch if p.sequences is None else p.sequences)
+    if p.carry_rows:
+        plan.in_specs["carry"] = plan.out_specs["carry"] = _state_spec(p, p.carry_rows)
+        plan.out_shape["carry"] = carry_shape(p)
+    return plan
+
+
+def plan_outputs(p: Problem) -> Plan:
+    """Pass (c): reads q, the chunk's first state and its updates; writes this window's rows of o."""
+    tokens = _token_specs(p, lambda program: chunk_program(program, p.batch, p.heads)[1:])
+    chunk = _chunk_specs(p)
+    plan = Plan(
+        grid=(p.window_chunks * p.batch * p.heads,),
+        in_specs=_position_specs(p)
+        | _pick(tokens, ("q",))
+        | _pick(chunk, LOCALS_TO_OUTPUTS)
+        | _pick(chunk, scan_to_outputs(p)),
+        out_specs={"o": tokens["v"]},
+        out_shape={"o": jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)},
+    )
+    if p.in_place:
+        plan.in_specs["o"] = tokens["v"]
+    return plan
+
+
+def plan_decode(p: Problem) -> Plan:
+    """The decode kernel: one program for each (sequence, head, V slice) walks that sequence's few tokens.
+
+    States come and go in place where both are asked for.
+    """
+    rows = p.batch if p.sequences is None else p.sequences
+    splits = p.config.dv_splits
+
+    def place(program):
+        sequence, head, _ = scan_program(program, p.heads, splits)
+        return (sequence if p.sequences is None else 0), head
+
+    def state(program):
+        sequence, head, _ = scan_program(program, p.heads, splits)
+        return sequence, head, 0, 0
+
+    tokens = _token_specs(p, place)
+    plan = Plan(
+        grid=(rows * p.heads * splits,),
+        in_specs=_pick(tokens, ("q", "k", "v", "g", "beta")),
+        out_specs={"o": tokens["v"]},
+        out_shape={"o": jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)},
+    )
+    sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
+    if p.sequences is not None:
+        plan.in_specs["cu_seqlens"] = pl.BlockSpec((p.sequences + 1,), lambda program: (0,))
+        plan.in_specs["o"] = tokens["v"]
+    if p.has_initial:
+        plan.in_specs["state"] = pl.BlockSpec((None, None, *sizes), state)
+    if p.keeps_states:
+        plan.out_specs["state"] = pl.BlockSpec((None, None, *sizes), state)
+        plan.out_shape["state"] = jax.ShapeDtypeStruct((rows, p.heads, *sizes), jnp.float32)
+    return plan
+
+
+def scan_to_outputs(p: Problem) -> tuple[str, ...]:
+    return ("update", "state", "power") if p.scaled else ("update", "state")
+
+
+def carry_shape(p: Problem) -> jax.ShapeDtypeStruct:
+    sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
+    return jax.ShapeDtypeStruct((p.carry_rows, p.heads, *sizes), jnp.float32)
+
+
+def scratch_bytes(p: Problem) -> int:
+    """What a prefill allocates besides its results: one window's buffers, the table, and a carry where windows > 1."""
+    buffers = list(scratch(p).values())
+    if p.sequences is not None:
+        buffers.append(jax.ShapeDtypeStruct((p.chunks, 5), jnp.int32))
+    if p.carry_rows and not p.keeps_states:
+        buffers.append(carry_shape(p))
+    return sum(b.size * b.dtype.itemsize for b in buffers)
+
+
+def _state_spec(p: Problem, rows: int) -> pl.BlockSpec:
+    """States as the scan sees them: all rows of one head; the body picks a row and a slice of V."""
+
+    def all_rows(program):
+        _, head, _ = scan_program(program, p.heads, p.config.dv_splits)
+        return 0, head, 0, 0
+
+    sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
+    return pl.BlockSpec((rows, None, *sizes), all_rows)
+
+
+def _pick(table: dict, names) -> dict:
+    return {name: table[name] for name in names}
+
+
+def _position_specs(p: Problem) -> dict[str, pl.BlockSpec]:
+    """The window's number and, for packed sequences, the table of chunks."""
+    specs = {"window": pl.BlockSpec((1,), lambda program: (0,))}
+    if p.sequences is not None:
+        specs["table"] = pl.BlockSpec((p.chunks, 5), lambda program: (0, 0))
+    return specs
+
+
+def _token_specs(p: Problem, place: Callable) -> dict[str, pl.BlockSpec]:
+    """All tokens of one batch row and one head, which `place` finds for a program as (b, h)."""
+
+    def key_head(program):
+        b, h = place(program)
+        return b, 0, group_of(h, p.heads, p.groups), 0
+
+    def value_head(program):
+        b, h = place(program)
+        return b, 0, h, 0
+
+    keys = pl.BlockSpec((None, p.seq_len, None, p.key_size), key_head)
+    values = pl.BlockSpec((None, p.seq_len, None, p.value_size), value_head)
+    gates = pl.BlockSpec((None, p.seq_len, None), lambda program: value_head(program)[:3])
+    return {"q": keys, "k": keys, "v": values, "g": gates, "beta": gates}
+
+
+def _chunk_specs(p: Problem) -> dict[str, pl.BlockSpec]:
+    """One chunk's part of each scratch buffer, for the passes with a program for each chunk."""
+
+    def spec(shape):
+        def one_chunk(program):
+            return *chunk_program(program, p.batch, p.heads), *(0,) * (len(shape) - 3)
+
+        return pl.BlockSpec((None, None, None, *shape[3:]), one_chunk)
+
+    return {name: spec(buffer.shape) for name, buffer in scratch(p).items()}
+
+
+def _window_specs(p: Problem) -> dict[str, pl.BlockSpec]:
+    """All chunks of one head in each scratch buffer, for the scan."""
+
+    def spec(shape):
+        def one_head(program):
+            b, h, _ = scan_program(program, p.heads, p.config.dv_splits)
+            return 0, b, h, *(0,) * (len(shape) - 3)
+
+        return pl.BlockSpec((shape[0], None, None, *shape[3:]), one_head)
+
+    return {name: spec(buffer.shape) for name, buffer in scratch(p).items()}

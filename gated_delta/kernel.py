@@ -1,0 +1,390 @@
+"""The three passes of the gated delta rule prefill, one window of chunks at a time.
+
+With D_t the sum of g from the chunk's first token to t, E_ts = exp(D_t - D_s) for s <= t (else 0), and S the state
+at the chunk's start, a chunk is (references.gated_delta derives it)
+
+    locals    A = (I + M)^-1,  M = strictly_lower(diag(beta) (E * K K^T))
+              solve    = A diag(beta)                     [C, C]
+              score    = scale (E * Q K^T)                [C, C]
+              key_in   = exp(D),  key_out = exp(D_C - D),  query_in = scale exp(D),  decay = exp(D_C)
+    scan      U   = solve (V - key_in K S)                [C, V]
+              S  <- decay S + K^T (key_out U)             [K, V]
+    outputs   O   = query_in Q S + score U                [C, V]
+
+which is the affine map S <- (decay I - K^T key_out solve key_in K) S + K^T key_out solve V, never formed.
+L2 normalisation multiplies rows and columns: it is folded into key_in, key_out, query_in and the two [C, C] matrices,
+so normalised keys are never rounded. Decayed keys are never stored: only their per-token factors are.
+
+Precision. Sums, gates, the inverse and the carried state are fp32. A product's operands have the input dtype:
+
+    fp32   products keep fp32 accuracy (`product_precision`).
+    fp16   S, R = V - key_in K S and U are kept relative to a power of two chosen for each (chunk, head, V slice) from
+           the largest |V| and |S|: a state of 65536 stays finite, and small values stay normal numbers.
+    bf16   `solve` and R enter their product as two terms, x = hi + lo. What is left is the rounding of S, U, score and
+           the output; with one term each the error is 3.6e-3 to 4.7e-3, about the 4e-3 that is promised.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from gated_delta import grid
+from gated_delta.grid import Problem
+
+# exp(-104) is 0 in fp32, so this floor loses nothing and makes g = -inf (a full reset) an ordinary number.
+LOWEST_LOG_DECAY = -104.0
+# Sums of up to 128 multiples of 2^-10 that are at least -104 are exact in fp32.
+GATE_STEP = 2.0**-10
+# Under the square root of an l2 norm, as in the reference.
+NORM_EPSILON = 1e-6
+
+
+class Axis(NamedTuple):
+    """One axis of a tile: where its elements are, and which of them exist (None: all)."""
+
+    index: jax.Array
+    mask: jax.Array | None
+
+
+def columns(start, size, tile_size) -> Axis:
+    """`size` consecutive elements from `start`, in a tile of `tile_size`."""
+    offset = lax.iota(jnp.int32, tile_size)
+    return Axis(start + offset, None if size == tile_size else offset < size)
+
+
+def tile_mask(rows: Axis, cols: Axis, also=None):
+    """The mask of a 2-D tile, None where all of it exists; `also` is a scalar condition."""
+    masks = [rows.mask, cols.mask, also]
+    views = [
+        m[i] if m.ndim else m for m, i in zip(masks, ((..., None), (None, ...), ...), strict=True) if m is not None
+    ]
+    if not views:
+        return None
+    mask = views[0]
+    for view in views[1:]:
+        mask = mask & view
+    return jnp.broadcast_to(mask, (rows.index.size, cols.index.size))
+
+
+def load(ref, mask):
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
+
+
+def load_tile(ref, at, rows: Axis, cols: Axis):
+    """The tile ref[*at, rows, cols]; 0 where it does not exist."""
+    return load(ref.at[*at, rows.index[:, None], cols.index[None, :]], tile_mask(rows, cols))
+
+
+def store_tile(ref, at, rows: Axis, cols: Axis, value):
+    plgpu.store(ref.at[*at, rows.index[:, None], cols.index[None, :]], value, mask=tile_mask(rows, cols))
+
+
+def load_tokens(ref, at, rows: Axis):
+    """Per-token numbers ref[*at, rows] in fp32; 0 for tokens that do not exist (g = 0 and beta = 0 are inert)."""
+    return load(ref.at[*at, rows.index], rows.mask).astype(jnp.float32)
+
+
+def token_rows(p: Problem, ins, chunk) -> Axis:
+    """The tokens of a chunk, counted from the first chunk of all windows; none beyond the last chunk."""
+    offset = lax.iota(jnp.int32, p.config.chunk_size)
+    if p.sequences is None:
+        rows = chunk * p.config.chunk_size + offset
+        return Axis(rows, rows < p.seq_len)
+    known = jnp.minimum(chunk, p.chunks - 1)
+    length = jnp.where(chunk < p.chunks, ins["table"][known, grid.LENGTH], 0)
+    return Axis(ins["table"][known, grid.START] + offset, offset < length)
+
+
+def dot(x, y, precision=None):
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
+
+
+def product_precision(p: Problem, platform):
+    """How a product of q, k, v, states and updates keeps fp32 accuracy for fp32 inputs.
+
+    By default it would be a single TF32 (or XF32) product. Operands of 16 bits need no choice.
+    """
+    if p.dtype != jnp.float32:
+        return None
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if platform == "cuda" else lax.Precision.HIGHEST
+
+
+def inverse_precision(platform):
+    """How the inverse keeps fp32 accuracy, whatever the inputs.
+
+    On NVIDIA six bf16 products are as accurate as three TF32 products and need fewer registers: 186 against 254 for a
+    chunk of 64, which lets twice as many workgroups on an SM.
+    """
+    return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if platform == "cuda" else lax.Precision.HIGHEST
+
+
+def split_terms(x, dtype, terms):
+    """x (fp32) as a sum of `terms` values of `dtype`, the largest first."""
+    parts = []
+    for _ in range(terms):
+        parts.append(x.astype(dtype))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def power_of_two_below(x):
+    """(p, 1 / p) with p the largest power of two <= x, at most 2^126, for a scalar x >= 0; (1, 1) below 2^-126."""
+    exponent = jnp.minimum(lax.bitcast_convert_type(x, jnp.int32) >> 23, 127 + 126)
+    exponent = jnp.where(exponent > 0, exponent, 127)
+    return tuple(lax.bitcast_convert_type(e << 23, jnp.float32) for e in (exponent, 2 * 127 - exponent))
+
+
+def norm_factor(x):
+    """1 / |x| of each row of x [C, K], fp32; 0 for a zero row, which no factor changes."""
+    square = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
+    return jnp.where(square > 0.0, lax.rsqrt(square + NORM_EPSILON), 0.0)
+
+
+def inverse_unit_lower(m, precision):
+    """(I + M)^-1 for a strictly lower triangular M [C, C], fp32.
+
+    Forward substitution inside the 16 x 16 diagonal blocks, all of them at once; then block doubling: with Y the
+    inverse of the diagonal blocks of n rows, Y (I - M_off Y) is that of the blocks of 2 n rows.
+    """
+    c = m.shape[0]
+    blocks = c // 16
+    of_row, of_column = (lax.broadcasted_iota(jnp.int32, (blocks, 16, blocks, 16), d) for d in (0, 2))
+    diagonal = jnp.sum(jnp.where(of_row == of_column, m.reshape(blocks, 16, blocks, 16), 0.0), axis=2)
+    i, j = (lax.broadcasted_iota(jnp.int32, (blocks, 16, 16), d) for d in (1, 2))
+
+    def eliminate(s, x):
+        """Row s of x is final: take its multiples from the rows below."""
+        below = jnp.sum(jnp.where(j == s, diagonal, 0.0), axis=2)
+        final = jnp.sum(jnp.where(i == s, x, 0.0), axis=1)
+        return x - below[:, :, None] * final[:, None, :]
+
+    x = lax.fori_loop(0, 15, eliminate, jnp.where(i == j, 1.0, 0.0))
+    y = jnp.where(of_row == of_column, x[:, :, None, :], 0.0).reshape(c, c)
+    row, col = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
+    n = 16
+    while n < c:
+        off = jnp.where((row // n % 2 == 1) & (col // n == row // n - 1), m, 0.0)
+        # Y enters products only. Written as Y - Y M_off Y, its use outside of one makes Triton run the elimination
+        # above in the products' layout, which takes three times as long as all the rest of this pass (H200).
+        y = dot(y, jnp.where(row == col, 1.0, 0.0) - dot(off, y, precision), precision)
+        n *= 2
+    return y
+
+
+def locals_body(ins, outs, *, p: Problem, scale, l2norm, platform):
+    """Pass (a), one chunk of one head: all that does not depend on the state."""
+    c = p.config.chunk_size
+    in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
+    rows = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
+    features = columns(0, p.key_size, p.key_tile)
+    q, k = load_tile(ins["q"], (), rows, features), load_tile(ins["k"], (), rows, features)
+    beta = load_tokens(ins["beta"], (), rows)
+
+    # D = coarse + fine. Differences of D keep fp32 accuracy, which one sum would lose after a strong gate: next to
+    # -316 an ulp is 3e-5. The coarse sums are exact, and the fine ones are below 2^-3.
+    g = jnp.maximum(load_tokens(ins["g"], (), rows), LOWEST_LOG_DECAY)
+    coarse = (g / GATE_STEP).astype(jnp.int32).astype(jnp.float32) * GATE_STEP
+    fine = g - coarse
+    coarse_end, fine_end = jnp.sum(coarse), jnp.sum(fine)
+    coarse, fine = jnp.cumsum(coarse), jnp.cumsum(fine)
+    from_start = jnp.exp(coarse + fine)
+    to_end = jnp.where(rows.mask, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)
+    t, s = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
+    between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    # Select, then exp: above the diagonal the exponent is positive and may overflow.
+    decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
+
+    precision = product_precision(p, platform)
+    query_norm, key_norm = (norm_factor(q), norm_factor(k)) if l2norm else (1.0, 1.0)
+    column_norm = key_norm[None, :] if l2norm else 1.0
+    outs["key_in"][...] = from_start * key_norm
+    outs["key_out"][...] = to_end * key_norm
+    outs["query_in"][...] = scale * query_norm * from_start
+    outs["decay"][...] = jnp.exp(coarse_end + fine_end)
+    # Stored before the inverse, which needs all registers.
+    query_row = jnp.broadcast_to(scale * query_norm, (c,))[:, None]
+    outs["score"][...] = (query_row * column_norm * decays * dot(q, k.T, precision)).astype(p.dtype)
+
+    key_row = (beta * key_norm)[:, None]
+    m = jnp.where(t > s, key_row * column_norm * decays * dot(k, k.T, precision), 0.0)
+    solve = inverse_unit_lower(m, inverse_precision(platform)) * beta[None, :]
+    for term, part in enumerate(split_terms(solve, p.dtype, p.terms)):
+        outs["solve"][term] = part
+
+
+def scan_body(ins, outs, *, p: Problem, platform):
+    """Pass (b), one head and one slice of V: carries the state [K, V / dv_splits] over the chunks of a window.
+
+    `ins["initial_state"]` (optional) has each sequence's initial state. `outs["carry"]` (optional, in place) takes the
+    from window to window; where final states are asked for it is their buffer and has a row for each sequence.
+    """
+    b, _, part = grid.scan_program(pl.program_id(0), p.heads, p.config.dv_splits)
+    first = ins["window"][0] * p.window_chunks
+    last = jnp.minimum(first + p.window_chunks, p.chunks) - 1
+    features = columns(0, p.key_size, p.key_tile)
+    values = columns(part * p.slice_size, p.slice_size, p.slice_tile)
+    square = columns(0, p.config.chunk_size, p.config.chunk_size)
+    precision = product_precision(p, platform)
+
+    def sequence_of(chunk):
+        """(sequence, whether the chunk is its first, whether it is its last)."""
+        if p.sequences is None:
+            return b, chunk == 0, chunk == p.chunks - 1
+        row = [ins["table"][chunk, column] for column in (grid.SEQUENCE, grid.OPENS, grid.CLOSES)]
+        return row[0], row[1] == 1, row[2] == 1
+
+    def state_at(ref, row):
+        v, k = values.index[:, None], features.index[None, :]
+        return ref.at[row, v, k] if p.state_v_first else ref.at[row, k, v]
+
+    def load_state(ref, row, condition):
+        return load(state_at(ref, row), tile_mask(values, features, condition)).astype(jnp.float32)
+
+    def enter(chunk, state):
+        """The state before `chunk`, which may open a sequence or the window."""
+        sequence, opens, _ = sequence_of(chunk)
+        if "carry" in outs:
+            resumes = (chunk == first) & ~opens
+            carried = load_state(outs["carry"], sequence if p.keeps_states else b, resumes)
+            state = jnp.where(resumes, carried, state)
+        fresh = load_state(ins["initial_state"], sequence, opens) if "initial_state" in ins else 0.0
+        return jnp.where(opens, fresh, state)
+
+    def leave(chunk, state):
+        """Stores the state after `chunk` where the chunk closes a sequence or the window."""
+        if "carry" in outs:
+            sequence, _, closes = sequence_of(chunk)
+            stores = (chunk == last) | closes if p.keeps_states else chunk == last
+            mask = tile_mask(values, features, stores)
+            plgpu.store(state_at(outs["carry"], sequence if p.keeps_states else b), state, mask=mask)
+
+    def step(i, carried):
+        state, unit = carried
+        chunk = first + i
+        rows = token_rows(p, ins, chunk)
+        if p.sequences is not None:
+            state, unit = enter(chunk, unit * state), jnp.float32(1.0)
+        k = load_tile(ins["k"], (), rows, features)
+        v = load_tile(ins["v"], (), rows, values).astype(jnp.float32).T
+        solve = [load_tile(ins["solve"], (i, jnp.int32(term)), square, square).T for term in range(p.terms)]
+        key_in, key_out = (load_tokens(ins[name], (i,), square)[None, :] for name in ("key_in", "key_out"))
+
+        rescale, decay = 1.0, ins["decay"][i]
+        if p.scaled:
+            largest = jnp.maximum(jnp.max(jnp.abs(v)), unit * jnp.max(jnp.abs(state)))
+            power, inverse_power = power_of_two_below(largest)
+            out_power, inverse_out_power = power_of_two_below(jnp.max(key_out))
+            v, key_out = inverse_power * v, inverse_out_power * key_out
+            rescale = unit * inverse_power
+            decay = decay * rescale * inverse_out_power
+            unit = power * out_power
+            outs["power"][i, part] = power
+        rounded_state = (rescale * state).astype(p.dtype)
+        store_tile(outs["state"], (i,), values, features, rounded_state)
+
+        residual = split_terms(v - key_in * dot(rounded_state, k.T, precision), p.dtype, p.terms)
+        update = sum(
+            dot(residual[n], solve[m], precision) for m in range(p.terms) for n in range(p.terms) if m + n < p.terms
+        )
+        store_tile(outs["update"], (i,), values, square, update.astype(p.dtype))
+        state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
+        if p.sequences is not None:
+            leave(chunk, unit * state)
+        return state, unit
+
+    state = jnp.zeros((p.slice_tile, p.key_tile), jnp.float32)
+    if p.sequences is None:
+        state = enter(first, state)
+    state, unit = lax.fori_loop(0, last + 1 - first, step, (state, jnp.float32(1.0)))
+    if p.sequences is None:
+        leave(last, unit * state)
+
+
+def outputs_body(ins, outs, *, p: Problem, platform):
+    """Pass (c), one chunk of one head, one slice of V after the other."""
+    in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
+    rows = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
+    features = columns(0, p.key_size, p.key_tile)
+    square = columns(0, p.config.chunk_size, p.config.chunk_size)
+    precision = product_precision(p, platform)
+    q = load_tile(ins["q"], (), rows, features)
+    score = load_tile(ins["score"], (), square, square)
+    query_in = load_tokens(ins["query_in"], (), square)[:, None]
+    for part in range(p.config.dv_splits):
+        values = columns(part * p.slice_size, p.slice_size, p.slice_tile)
+        state = load_tile(ins["state"], (), values, features)
+        update = load_tile(ins["update"], (), values, square)
+        o = query_in * dot(q, state.T, precision) + dot(score, update.T, precision)
+        if p.scaled:
+            o = o * ins["power"][part]
+        store_tile(outs["o"], (), rows, values, o.astype(p.dtype))
+
+
+def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
+    """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
+    ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
+    # Under shard_map a result varies over the mesh axes that its operands vary over.
+    varies = jax.typeof(operands["q"]).manual_axis_type
+    return pl.pallas_call(
+        body,
+        grid=plan.grid,
+        in_specs=[plan.in_specs],
+        out_specs=plan.out_specs,
+        out_shape={
+            n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
+        },
+        input_output_aliases={i: outs.index(n) for i, n in enumerate(ins) if n in outs},
+        compiler_params=plgpu.CompilerParams(num_warps=p.config.num_warps, num_stages=p.config.num_stages),
+        interpret=interpret,
+        name=name,
+    )({n: operands[n] for n in ins})
+
+
+def prefill(p: Problem, operands: dict, *, scale, l2norm, platform):
+    """The three passes, window by window.
+
+    Args:
+      p: the static facts.
+      operands: q, k, v, g, beta; `initial_state` where `p.has_initial`; `table` (grid.chunk_table) of packed sequences.
+      scale, l2norm: of the rule.
+      platform: "cuda", "rocm", or None for interpret mode.
+
+    Returns:
+      (o, final states in fp32, or None where they are not asked for)
+    """
+    plans = grid.plan_locals(p), grid.plan_scan(p), grid.plan_outputs(p)
+    bodies = (
+        functools.partial(locals_body, p=p, scale=scale, l2norm=l2norm, platform=platform),
+        functools.partial(scan_body, p=p, platform=platform),
+        functools.partial(outputs_body, p=p, platform=platform),
+    )
+    names = "gated_delta_locals", "gated_delta_scan", "gated_delta_outputs"
+
+    def window(number, results):
+        arrays = operands | results | {"window": jnp.full((1,), number, jnp.int32)}
+        for body, name, plan in zip(bodies, names, plans, strict=True):
+            arrays |= call(body, name, p, plan, arrays, interpret=platform is None)
+        return {n: arrays[n] for n in ("o", "carry") if n in arrays}
+
+    results = {}
+    if p.in_place:
+        shape = plans[2].out_shape["o"]
+        # Packed sequences may end before T: what no sequence holds is 0.
+        results["o"] = (lax.empty if p.sequences is None else jnp.zeros)(shape.shape, shape.dtype)
+    if p.carry_rows:
+        results["carry"] = _first_carry(p, operands)
+    results = lax.fori_loop(0, p.windows, window, results) if p.windows > 1 else window(0, results)
+    return results["o"], results["carry"] if p.keeps_states else None
+
+
+def _first_carry(p: Problem, operands):
+    shape = grid.carry_shape(p)
+    if p.sequences is None or not p.keeps_states:
+        return lax.empty(shape.shape, shape.dtype)
+    # The state of an empty sequence passes through: no chunk writes it.
+    return operands["initial_state"].astype(shape.dtype) if p.has_initial else jnp.zeros(shape.shape, shape.dtype)

@@ -1,0 +1,231 @@
+"""How the gated delta kernels are cut: every program, every chunk and every byte, enumerated on the CPU."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gated_delta
+from amdgpu import isa
+from gated_delta import grid
+from gated_delta.grid import Problem
+from gated_delta.tuning import ANY, ROWS, Config, default_config
+
+KERNELS = {"gated_delta_locals", "gated_delta_scan", "gated_delta_outputs"}
+
+
+THREE_CHUNKS = Config(16, 3, 2)
+
+
+def problem(T=100, config=THREE_CHUNKS, B=2, G=2, H=4, K=32, V=32, dtype="float32", **facts):
+    return Problem(B, T, G, H, K, V, jnp.dtype(dtype), config, **facts)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 4, 6])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_programs_are_bijections(batch, heads, splits):
+    chunks = 5
+    assert {grid.chunk_program(i, batch, heads) for i in range(chunks * batch * heads)} == set(
+        itertools.product(range(chunks), range(batch), range(heads))
+    )
+    assert {grid.scan_program(i, heads, splits) for i in range(batch * heads * splits)} == set(
+        itertools.product(range(batch), range(heads), range(splits))
+    )
+
+
+def test_heads_are_grouped():
+    assert [grid.group_of(h, 6, 2) for h in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 95, 96, 97, 18778])
+@pytest.mark.parametrize("config", [Config(16, 1, 1), Config(16, 3, 1), Config(64, 16, 4), Config(16, 10000, 1)])
+def test_windows_cover_every_chunk_once(T, config):
+    p = problem(T, config)
+    chunks = [w * p.window_chunks + i for w in range(p.windows) for i in range(p.window_chunks)]
+    assert chunks[: p.chunks] == list(range(p.chunks))
+    # No window is wholly beyond the end.
+    assert (p.windows - 1) * p.window_chunks < p.chunks
+    tokens = np.zeros(T, int)
+    for n in range(p.chunks):
+        tokens[n * config.chunk_size : (n + 1) * config.chunk_size] += 1
+    assert (tokens == 1).all()
+
+
+@pytest.mark.parametrize("lengths", [(5,), (0, 0, 16), (17, 0, 1, 33, 0), (1,) * 40, (0, 0), (100,)], ids=str)
+@pytest.mark.parametrize("spare", [0, 7])
+def test_chunk_table_covers_every_token_once(lengths, spare):
+    offsets = np.cumsum((0, *lengths), dtype=np.int32)
+    T = int(offsets[-1]) + spare
+    if T == 0:
+        return
+    table = np.asarray(grid.chunk_table(jnp.asarray(offsets), T, 16))
+    assert table.shape == (grid.num_chunks(T, 16, len(lengths)), 5)
+    owner = np.full(T, -1)
+    for start, length, sequence, _, _ in table:
+        assert (owner[start : start + length] == -1).all()
+        owner[start : start + length] = sequence
+    expected = np.concatenate([np.repeat(np.arange(len(lengths)), lengths), np.full(spare, -1)])
+    np.testing.assert_array_equal(owner, expected)
+    real = table[table[:, grid.LENGTH] > 0]
+    for r, length in enumerate(lengths):
+        rows = real[real[:, grid.SEQUENCE] == r]
+        assert list(rows[:, grid.OPENS]) == [1, *[0] * (len(rows) - 1)][: len(rows)]
+        assert list(rows[:, grid.CLOSES]) == [*[0] * (len(rows) - 1), 1][-len(rows) :] if length else len(rows) == 0
+
+
+def test_specs_stay_inside_their_arrays():
+    """The block that a program's specs name lies inside the array, for every program of every kernel."""
+    p = problem(100, has_initial=True, keeps_states=True)
+    token_arrays = {
+        "q": (2, 100, 2, 32),
+        "k": (2, 100, 2, 32),
+        "v": (2, 100, 4, 32),
+        "o": (2, 100, 4, 32),
+        "g": (2, 100, 4),
+        "beta": (2, 100, 4),
+        "window": (1,),
+    }
+    states = {"initial_state": (2, 4, 32, 32), "carry": (2, 4, 32, 32)}
+    prefill = token_arrays | states | {name: buffer.shape for name, buffer in grid.scratch(p).items()}
+    for plan in (grid.plan_locals(p), grid.plan_scan(p), grid.plan_outputs(p)):
+        assert_blocks_inside(plan, prefill)
+    assert_blocks_inside(grid.plan_decode(p), token_arrays | {"state": (2, 4, 32, 32)})
+
+
+def assert_blocks_inside(plan, shapes):
+    (programs,) = plan.grid
+    for name, spec in (*plan.in_specs.items(), *plan.out_specs.items()):
+        for program in range(programs):
+            index = spec.index_map(program)
+            for i, block, size in zip(index, spec.block_shape, shapes[name], strict=True):
+                assert i >= 0 and (i + 1) * (block or 1) <= size, (name, program)
+
+
+def arguments(B, T, G, H, K, V, dtype):
+    shape = jax.ShapeDtypeStruct
+    qk, v, gate = shape((B, T, G, K), dtype), shape((B, T, H, V), dtype), shape((B, T, H), jnp.float32)
+    return dict(q=qk, k=qk, v=v, g=gate, beta=gate)
+
+
+def triton_operations(operation):
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                if "__gpu$xla.gpu.triton" in str(inner.attributes.get("call_target_name", "")):
+                    yield inner
+                yield from triton_operations(inner.operation)
+
+
+def allocated(function, avals):
+    """(bytes of the kernels' results that are not written in place, kernels) of the function lowered for ROCm."""
+    module = isa.lower_rocm(function, avals, arch="gfx942").compiler_ir("stablehlo")
+    total = kernels = 0
+    for call in triton_operations(module.operation):
+        kernels += 1
+        aliases = str(call.attributes["output_operand_aliases"])
+        in_place = {int(i or 0) for i in re.findall(r"output_tuple_indices = \[(\d*)\]", aliases)}
+        for i, result in enumerate(call.results):
+            if i not in in_place:
+                total += math.prod(result.type.shape) * result.type.element_type.width // 8
+    return total, kernels
+
+
+SEED_SHAPE = dict(B=1, G=32, H=32, K=128, V=128)
+
+
+@pytest.mark.parametrize(("dtype", "limit_mib"), [("float16", 51), ("bfloat16", 51), ("float32", 83)])
+def test_scratch_is_what_is_allocated_whatever_the_length(dtype, limit_mib):
+    config = Config(16, 32, 4)
+    answers = set()
+    for T in (4096, 18778, 131072):
+        answer = gated_delta.prefill_scratch_bytes(1, T, 32, 128, 128, dtype=dtype, config=config)
+        answers.add(answer)
+        function = partial(gated_delta.chunk_gated_delta_rule, output_final_state=False, config=config)
+        written, calls = allocated(lambda a, f=function: f(**a), arguments(T=T, dtype=dtype, **SEED_SHAPE))
+        assert calls == 3
+        # Without a final state there is a carry of its own, which the scan writes in place.
+        assert written == answer - 32 * 128 * 128 * 4
+    (answer,) = answers
+    assert answer <= limit_mib * 2**20
+
+
+def test_one_window_allocates_no_carry():
+    config = Config(16, 32, 4)
+    one, two = (gated_delta.prefill_scratch_bytes(1, T, 2, 32, 64, dtype="float32", config=config) for T in (512, 513))
+    assert two - one == 2 * 32 * 64 * 4
+    function = partial(gated_delta.chunk_gated_delta_rule, config=config)
+    written, _ = allocated(lambda a: function(**a)[0], arguments(1, 512, 2, 2, 32, 64, "float32"))
+    assert written == one + 512 * 2 * 64 * 4
+
+
+def test_no_copy_of_the_inputs_is_padded_or_transposed():
+    function = partial(gated_delta.chunk_gated_delta_rule, output_final_state=True, config=Config(16, 32, 4))
+    text = isa.lower_rocm(
+        lambda a: function(**a), arguments(T=1001, dtype="bfloat16", **SEED_SHAPE), arch="gfx942"
+    ).as_text()
+    for operation in ("stablehlo.pad", "stablehlo.transpose", "stablehlo.concatenate", "stablehlo.gather"):
+        assert operation not in text, operation
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1151"])
+def test_kernels_lower_for_rocm(arch, dtype):
+    avals = arguments(1, 1001, 2, 4, 128, 128, dtype)
+
+    def names(function):
+        return {c.name for c in isa.triton_calls(isa.lower_rocm(lambda a: function(**a), avals, arch=arch))}
+
+    assert names(gated_delta.chunk_gated_delta_rule) == KERNELS
+    assert names(gated_delta.recurrent_gated_delta_rule) == {"gated_delta_decode"}
+
+
+def test_the_architectures_row_is_used():
+    avals = arguments(1, 4096, 2, 4, 128, 128, "float16")
+    for row in ROWS:
+        if row.itemsize == 2 and row.architecture.startswith("gfx"):
+            lowered = isa.lower_rocm(lambda a: gated_delta.chunk_gated_delta_rule(**a), avals, arch=row.architecture)
+            scan = next(c for c in isa.triton_calls(lowered) if c.name == "gated_delta_scan")
+            assert scan.grid[0] == 4 * row.config.dv_splits
+            assert scan.num_warps == row.config.num_warps
+
+
+def test_kernels_count_in_int32_for_x64_users():
+    with jax.enable_x64(True):
+        avals = arguments(1, 1001, 2, 4, 32, 32, "float32")
+        calls = isa.triton_calls(
+            isa.lower_rocm(lambda a: gated_delta.chunk_gated_delta_rule(**a), avals, arch="gfx942")
+        )
+    for call in calls:
+        assert "xi64>" not in call.ttir, call.name
+
+
+@pytest.mark.parametrize("value_size", [8, 16, 24, 40, 48, 64, 96, 128, 160, 256])
+def test_default_split_divides_v_into_wide_slices(value_size):
+    for architecture in ("gfx1151", "gfx942", "sm_90", "unknown"):
+        splits = default_config(architecture, "bfloat16", value_size).dv_splits
+        assert value_size % splits == 0
+        assert splits == 1 or value_size // splits >= 16
+    assert default_config("unknown", "float32", 128) == ANY
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chunk_size", 8),
+        ("chunk_size", 48),
+        ("window_chunks", 0),
+        ("dv_splits", 0),
+        ("num_warps", 3),
+        ("num_stages", 0),
+    ],
+)
+def test_config_refuses_what_cannot_run(field, value):
+    with pytest.raises(ValueError, match=rf"{field} .*{value}"):
+        replace(ANY, **{field: value})
