@@ -190,7 +190,9 @@ def compile_call(call: TritonCall, arch: str) -> CompiledKernel:
         path.write_text(call.ttir)
         # XLA lets LLVM contract a * b + c as well; without a choice Triton 3.9 warns.
         options = {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True}
-        run = functools.partial(triton.compile, str(path), GPUTarget("hip", arch, wave_size), options)
+        target = GPUTarget("hip", arch, wave_size)
+        path.write_text(_simplified(triton, path, target, options))
+        run = functools.partial(triton.compile, str(path), target, options)
         try:
             compiled = run()
         # Its passes raise what they please: RuntimeError, ValueError, AssertionError, errors of their own.
@@ -206,6 +208,22 @@ def compile_call(call: TritonCall, arch: str) -> CompiledKernel:
         amdgcn=compiled.asm["amdgcn"],
         lds_bytes=compiled.metadata.shared,
     )
+
+
+def _simplified(triton, path: pathlib.Path, target, options: dict) -> str:
+    """The kernel after Triton's first passes, which XLA runs and `triton.compile` skips for a kernel given as IR.
+
+    They fold a sum into the product before it, for one, so that a matrix instruction accumulates.
+    """
+    from triton._C.libtriton import ir
+
+    context = ir.context()
+    ir.load_dialects(context)
+    backend = triton.compiler.make_backend(target)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    return str(backend.make_ttir(module, {}, backend.parse_options(options)))
 
 
 def _stderr_of(run: Callable) -> str:

@@ -242,7 +242,8 @@ def _reference(arrays: dict, options: _Options):
 def _pallas(arrays: dict, options: _Options, phase: str, platform: str | None):
     (B, T, G, K), (H, V) = arrays["q"].shape, arrays["v"].shape[2:]
     offsets = arrays["cu_seqlens"]
-    config = options.config or default_config(current_arch(), arrays["v"].dtype, V)
+    architecture = _architecture(platform)
+    config = options.config or default_config(architecture or "", arrays["v"].dtype, V)
     problem = grid.Problem(
         batch=B,
         seq_len=T,
@@ -262,7 +263,15 @@ def _pallas(arrays: dict, options: _Options, phase: str, platform: str | None):
     # Kernels count in int32 whatever the caller's default.
     with jax.enable_x64(False):
         if phase == "decode":
-            return decode.decode(problem, operands, scale=scale, l2norm=options.l2norm, platform=platform)
+            return decode.decode(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
         if offsets is not None:
             operands["table"] = grid.chunk_table(offsets, T, config.chunk_size)
-        return kernel.prefill(problem, operands, scale=scale, l2norm=options.l2norm, platform=platform)
+        return kernel.prefill(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
+
+
+def _architecture(platform: str | None) -> str | None:
+    """The architecture that a branch for `platform` is lowered for, as far as it is known; None for interpret mode."""
+    if platform is None:
+        return None
+    prefix = {"rocm": "gfx", "cuda": "sm"}[platform]
+    return current_arch() if current_arch().startswith(prefix) else prefix

@@ -61,14 +61,14 @@ def decode_body(ins, outs, *, p: Problem, scale, l2norm):
         plgpu.store(outs["state"].at[tile], state, mask=tile_mask(rows, cols))
 
 
-def decode(p: Problem, operands: dict, *, scale, l2norm, platform):
+def decode(p: Problem, operands: dict, *, scale, l2norm, architecture):
     """One launch.
 
     Args:
       p: the static facts.
       operands: q, k, v, g, beta; `initial_state` where `p.has_initial`; `cu_seqlens` of packed sequences.
       scale, l2norm: of the rule.
-      platform: "cuda", "rocm", or None for interpret mode.
+      architecture: what it is lowered for ("gfx942", "sm_90"), or None for interpret mode.
 
     Returns:
       (o, final states in fp32, or None where they are not asked for)
@@ -81,5 +81,5 @@ def decode(p: Problem, operands: dict, *, scale, l2norm, platform):
         # Sequences may end before T: what no sequence holds is 0.
         operands["o"] = jnp.zeros_like(operands["v"])
     body = functools.partial(decode_body, p=p, scale=scale, l2norm=l2norm)
-    results = call(body, "gated_delta_decode", p, plan, operands, interpret=platform is None)
+    results = call(body, "gated_delta_decode", p, plan, operands, interpret=architecture is None)
     return results["o"], results.get("state")

@@ -140,7 +140,7 @@ class Problem:
 
     @property
     def scaled(self) -> bool:
-        """fp16 holds states and updates only relative to a power of two kept for each (chunk, head, slice)."""
+        """fp16 holds states and updates relative to powers of two (see kernel.py)."""
         return self.dtype == jnp.float16
 
 
@@ -154,6 +154,7 @@ class Plan:
     """What `pl.pallas_call` is told about one pass; operands and results go by name."""
 
     grid: tuple[int, ...]
+    num_warps: int
     in_specs: dict[str, pl.BlockSpec]
     out_specs: dict[str, pl.BlockSpec]
     out_shape: dict[str, jax.ShapeDtypeStruct]
@@ -178,21 +179,25 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
         "state": ((*window, p.value_size, p.key_size), dtype),
     }
     if p.scaled:
-        buffers["power"] = ((*window, p.config.dv_splits), f32)
+        buffers |= {"key_power": (window, f32), "power": ((*window, p.value_size), f32)}
     return {name: jax.ShapeDtypeStruct(*spec) for name, spec in buffers.items()}
 
 
-LOCALS_TO_SCAN = ("solve", "key_in", "key_out", "decay")
 LOCALS_TO_OUTPUTS = ("score", "query_in")
+
+
+def locals_to_scan(p: Problem) -> tuple[str, ...]:
+    return ("solve", "key_in", "key_out", "decay", *(("key_power",) if p.scaled else ()))
 
 
 def plan_locals(p: Problem) -> Plan:
     """Pass (a): reads q, k, g, beta of a chunk; writes what the scan and the outputs multiply with."""
     tokens = _token_specs(p, lambda program: chunk_program(program, p.batch, p.heads)[1:])
     chunk, buffers = _chunk_specs(p), scratch(p)
-    written = (*LOCALS_TO_SCAN, *LOCALS_TO_OUTPUTS)
+    written = (*locals_to_scan(p), *LOCALS_TO_OUTPUTS)
     return Plan(
         grid=(p.window_chunks * p.batch * p.heads,),
+        num_warps=_warps_for(p, p.config.chunk_size // 16),
         in_specs=_position_specs(p) | _pick(tokens, ("q", "k", "g", "beta")),
         out_specs=_pick(chunk, written),
         out_shape=_pick(buffers, written),
@@ -205,7 +210,8 @@ def plan_scan(p: Problem) -> Plan:
     window, buffers = _window_specs(p), scratch(p)
     plan = Plan(
         grid=(p.batch * p.heads * p.config.dv_splits,),
-        in_specs=_position_specs(p) | _pick(tokens, ("k", "v")) | _pick(window, LOCALS_TO_SCAN),
+        num_warps=p.config.num_warps,
+        in_specs=_position_specs(p) | _pick(tokens, ("k", "v")) | _pick(window, locals_to_scan(p)),
         out_specs=_pick(window, scan_to_outputs(p)),
         out_shape=_pick(buffers, scan_to_outputs(p)),
     )
@@ -223,6 +229,7 @@ def plan_outputs(p: Problem) -> Plan:
     chunk = _chunk_specs(p)
     plan = Plan(
         grid=(p.window_chunks * p.batch * p.heads,),
+        num_warps=_warps_for(p, p.config.chunk_size // 16 * (p.slice_tile // 16)),
         in_specs=_position_specs(p)
         | _pick(tokens, ("q",))
         | _pick(chunk, LOCALS_TO_OUTPUTS)
@@ -254,6 +261,7 @@ def plan_decode(p: Problem) -> Plan:
     tokens = _token_specs(p, place)
     plan = Plan(
         grid=(rows * p.heads * splits,),
+        num_warps=p.config.num_warps,
         in_specs=_pick(tokens, ("q", "k", "v", "g", "beta")),
         out_specs={"o": tokens["v"]},
         out_shape={"o": jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)},
@@ -298,6 +306,14 @@ def _state_spec(p: Problem, rows: int) -> pl.BlockSpec:
 
     sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
     return pl.BlockSpec((rows, None, *sizes), all_rows)
+
+
+def _warps_for(p: Problem, tiles: int) -> int:
+    """Warps of a pass whose products have so many 16 x 16 tiles in parallel; more would repeat each other's work.
+
+    Products without a matrix instruction (fp32 on gfx11) have no tiles: they take as many as the scan.
+    """
+    return max(min(4, tiles), p.config.num_warps if p.dtype == jnp.float32 else 1)
 
 
 def _pick(table: dict, names) -> dict:

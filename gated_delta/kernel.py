@@ -18,8 +18,8 @@ so normalised keys are never rounded. Decayed keys are never stored: only their 
 Precision. Sums, gates, the inverse and the carried state are fp32. A product's operands have the input dtype:
 
     fp32   products keep fp32 accuracy (`product_precision`).
-    fp16   S, R = V - key_in K S and U are kept relative to a power of two chosen for each (chunk, head, V slice) from
-           the largest |V| and |S|: a state of 65536 stays finite, and small values stay normal numbers.
+    fp16   S, R = V - key_in K S and U are kept relative to a power of two, one for each column of V in each chunk,
+           about the norm of that column of V and S: a state of 65536 stays finite, and small values stay normal.
     bf16   `solve` and R enter their product as two terms, x = hi + lo. What is left is the rounding of S, U, score and
            the output; with one term each the error is 3.6e-3 to 4.7e-3, about the 4e-3 that is promised.
 """
@@ -85,42 +85,52 @@ def store_tile(ref, at, rows: Axis, cols: Axis, value):
 
 
 def load_tokens(ref, at, rows: Axis):
-    """Per-token numbers ref[*at, rows] in fp32; 0 for tokens that do not exist (g = 0 and beta = 0 are inert)."""
+    """Per-token numbers ref[*at, rows] in fp32."""
     return load(ref.at[*at, rows.index], rows.mask).astype(jnp.float32)
 
 
-def token_rows(p: Problem, ins, chunk) -> Axis:
-    """The tokens of a chunk, counted from the first chunk of all windows; none beyond the last chunk."""
+def token_rows(p: Problem, ins, chunk) -> tuple[Axis, Axis]:
+    """The tokens of a chunk, to load and to store; chunks count from the first of all windows.
+
+    A load beyond the last token reads that one again: a mask would cost the scan a branch and an address for each few
+    rows. With g = beta = 0 such a row is inert, and its output is not stored. Only packed sequences mask their loads:
+    what lies beyond is another sequence's, and may be NaN.
+    """
     offset = lax.iota(jnp.int32, p.config.chunk_size)
     if p.sequences is None:
         rows = chunk * p.config.chunk_size + offset
-        return Axis(rows, rows < p.seq_len)
+        return Axis(jnp.minimum(rows, p.seq_len - 1), None), Axis(rows, rows < p.seq_len)
     known = jnp.minimum(chunk, p.chunks - 1)
     length = jnp.where(chunk < p.chunks, ins["table"][known, grid.LENGTH], 0)
-    return Axis(ins["table"][known, grid.START] + offset, offset < length)
+    rows = Axis(ins["table"][known, grid.START] + offset, offset < length)
+    return rows, rows
 
 
 def dot(x, y, precision=None):
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
 
 
-def product_precision(p: Problem, platform):
+def product_precision(p: Problem, architecture):
     """How a product of q, k, v, states and updates keeps fp32 accuracy for fp32 inputs.
 
     By default it would be a single TF32 (or XF32) product. Operands of 16 bits need no choice.
     """
     if p.dtype != jnp.float32:
         return None
-    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if platform == "cuda" else lax.Precision.HIGHEST
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if _is_nvidia(architecture) else lax.Precision.HIGHEST
 
 
-def inverse_precision(platform):
+def inverse_precision(architecture):
     """How the inverse keeps fp32 accuracy, whatever the inputs.
 
     On NVIDIA six bf16 products are as accurate as three TF32 products and need fewer registers: 186 against 254 for a
     chunk of 64, which lets twice as many workgroups on an SM.
     """
-    return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if platform == "cuda" else lax.Precision.HIGHEST
+    return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if _is_nvidia(architecture) else lax.Precision.HIGHEST
+
+
+def _is_nvidia(architecture):
+    return architecture is not None and architecture.startswith("sm")
 
 
 def split_terms(x, dtype, terms):
@@ -132,11 +142,16 @@ def split_terms(x, dtype, terms):
     return parts
 
 
-def power_of_two_below(x):
-    """(p, 1 / p) with p the largest power of two <= x, at most 2^126, for a scalar x >= 0; (1, 1) below 2^-126."""
-    exponent = jnp.minimum(lax.bitcast_convert_type(x, jnp.int32) >> 23, 127 + 126)
-    exponent = jnp.where(exponent > 0, exponent, 127)
-    return tuple(lax.bitcast_convert_type(e << 23, jnp.float32) for e in (exponent, 2 * 127 - exponent))
+def power_of_two(square):
+    """The power of two p with p <= sqrt(square) < 2 p, for normal numbers >= 0; 1 for zero."""
+    exponent = lax.bitcast_convert_type(square, jnp.int32) >> 23
+    # A biased exponent e stands for e - 127, of which the half, rounded down, is biased again.
+    return lax.bitcast_convert_type(jnp.where(exponent > 0, (exponent + 127) >> 1, 127) << 23, jnp.float32)
+
+
+def reciprocal(power):
+    """1 / p of a power of two, exactly."""
+    return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
 
 
 def norm_factor(x):
@@ -176,34 +191,41 @@ def inverse_unit_lower(m, precision):
     return y
 
 
-def locals_body(ins, outs, *, p: Problem, scale, l2norm, platform):
+def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
     """Pass (a), one chunk of one head: all that does not depend on the state."""
     c = p.config.chunk_size
     in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
-    rows = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
+    rows, existing = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
+    live = existing.mask
     features = columns(0, p.key_size, p.key_tile)
     q, k = load_tile(ins["q"], (), rows, features), load_tile(ins["k"], (), rows, features)
-    beta = load_tokens(ins["beta"], (), rows)
+    beta = jnp.where(live, load_tokens(ins["beta"], (), rows), 0.0)
+    g = jnp.where(live, load_tokens(ins["g"], (), rows), 0.0)
 
     # D = coarse + fine. Differences of D keep fp32 accuracy, which one sum would lose after a strong gate: next to
     # -316 an ulp is 3e-5. The coarse sums are exact, and the fine ones are below 2^-3.
-    g = jnp.maximum(load_tokens(ins["g"], (), rows), LOWEST_LOG_DECAY)
+    g = jnp.maximum(g, LOWEST_LOG_DECAY)
     coarse = (g / GATE_STEP).astype(jnp.int32).astype(jnp.float32) * GATE_STEP
     fine = g - coarse
     coarse_end, fine_end = jnp.sum(coarse), jnp.sum(fine)
     coarse, fine = jnp.cumsum(coarse), jnp.cumsum(fine)
     from_start = jnp.exp(coarse + fine)
-    to_end = jnp.where(rows.mask, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)
+    to_end = jnp.where(live, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)
     t, s = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
     between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
     # Select, then exp: above the diagonal the exponent is positive and may overflow.
     decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
 
-    precision = product_precision(p, platform)
+    precision = product_precision(p, architecture)
     query_norm, key_norm = (norm_factor(q), norm_factor(k)) if l2norm else (1.0, 1.0)
     column_norm = key_norm[None, :] if l2norm else 1.0
+    key_out = to_end * key_norm
+    if p.scaled:
+        key_power = power_of_two(jnp.square(jnp.max(key_out)))
+        key_out = reciprocal(key_power) * key_out
+        outs["key_power"][...] = key_power
     outs["key_in"][...] = from_start * key_norm
-    outs["key_out"][...] = to_end * key_norm
+    outs["key_out"][...] = key_out
     outs["query_in"][...] = scale * query_norm * from_start
     outs["decay"][...] = jnp.exp(coarse_end + fine_end)
     # Stored before the inverse, which needs all registers.
@@ -212,12 +234,12 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, platform):
 
     key_row = (beta * key_norm)[:, None]
     m = jnp.where(t > s, key_row * column_norm * decays * dot(k, k.T, precision), 0.0)
-    solve = inverse_unit_lower(m, inverse_precision(platform)) * beta[None, :]
+    solve = inverse_unit_lower(m, inverse_precision(architecture)) * beta[None, :]
     for term, part in enumerate(split_terms(solve, p.dtype, p.terms)):
         outs["solve"][term] = part
 
 
-def scan_body(ins, outs, *, p: Problem, platform):
+def scan_body(ins, outs, *, p: Problem, architecture):
     """Pass (b), one head and one slice of V: carries the state [K, V / dv_splits] over the chunks of a window.
 
     `ins["initial_state"]` (optional) has each sequence's initial state. `outs["carry"]` (optional, in place) takes the
@@ -229,7 +251,7 @@ def scan_body(ins, outs, *, p: Problem, platform):
     features = columns(0, p.key_size, p.key_tile)
     values = columns(part * p.slice_size, p.slice_size, p.slice_tile)
     square = columns(0, p.config.chunk_size, p.config.chunk_size)
-    precision = product_precision(p, platform)
+    precision = product_precision(p, architecture)
 
     def sequence_of(chunk):
         """(sequence, whether the chunk is its first, whether it is its last)."""
@@ -266,63 +288,72 @@ def scan_body(ins, outs, *, p: Problem, platform):
     def step(i, carried):
         state, unit = carried
         chunk = first + i
-        rows = token_rows(p, ins, chunk)
+        rows, _ = token_rows(p, ins, chunk)
         if p.sequences is not None:
-            state, unit = enter(chunk, unit * state), jnp.float32(1.0)
+            state, unit = enter(chunk, unit[:, None] * state), jnp.ones_like(unit)
         k = load_tile(ins["k"], (), rows, features)
         v = load_tile(ins["v"], (), rows, values).astype(jnp.float32).T
         solve = [load_tile(ins["solve"], (i, jnp.int32(term)), square, square).T for term in range(p.terms)]
         key_in, key_out = (load_tokens(ins[name], (i,), square)[None, :] for name in ("key_in", "key_out"))
 
-        rescale, decay = 1.0, ins["decay"][i]
+        decay, rescale = ins["decay"][i], 1.0
         if p.scaled:
-            largest = jnp.maximum(jnp.max(jnp.abs(v)), unit * jnp.max(jnp.abs(state)))
-            power, inverse_power = power_of_two_below(largest)
-            out_power, inverse_out_power = power_of_two_below(jnp.max(key_out))
-            v, key_out = inverse_power * v, inverse_out_power * key_out
-            rescale = unit * inverse_power
-            decay = decay * rescale * inverse_out_power
-            unit = power * out_power
-            outs["power"][i, part] = power
+            # |R| is at most twice the norm of V's and S's row, since |k| is at most 1.
+            power = power_of_two(jnp.sum(state * state, axis=1) * unit * unit + jnp.sum(v * v, axis=1))
+            plgpu.store(outs["power"].at[i, values.index], power, mask=values.mask)
+            key_power = ins["key_power"][i]
+            v, rescale = reciprocal(power)[:, None] * v, (unit * reciprocal(power))[:, None]
+            decay = decay * reciprocal(key_power) * rescale
+            unit = power * key_power
         rounded_state = (rescale * state).astype(p.dtype)
         store_tile(outs["state"], (i,), values, features, rounded_state)
 
         residual = split_terms(v - key_in * dot(rounded_state, k.T, precision), p.dtype, p.terms)
-        update = sum(
-            dot(residual[n], solve[m], precision) for m in range(p.terms) for n in range(p.terms) if m + n < p.terms
-        )
-        store_tile(outs["update"], (i,), values, square, update.astype(p.dtype))
+        update = dot(residual[0], solve[0], precision)
+        if p.terms == 2:
+            update = update + dot(residual[0], solve[1]) + dot(residual[1], solve[0])
         state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
+        # Last, which keeps its addresses out of the products' registers: earlier costs a spill on gfx1151.
+        store_tile(outs["update"], (i,), values, square, update.astype(p.dtype))
         if p.sequences is not None:
-            leave(chunk, unit * state)
+            leave(chunk, unit[:, None] * state)
         return state, unit
 
     state = jnp.zeros((p.slice_tile, p.key_tile), jnp.float32)
     if p.sequences is None:
         state = enter(first, state)
-    state, unit = lax.fori_loop(0, last + 1 - first, step, (state, jnp.float32(1.0)))
+    state, unit = lax.fori_loop(0, last + 1 - first, step, (state, jnp.ones((p.slice_tile,), jnp.float32)))
     if p.sequences is None:
-        leave(last, unit * state)
+        leave(last, unit[:, None] * state)
 
 
-def outputs_body(ins, outs, *, p: Problem, platform):
-    """Pass (c), one chunk of one head, one slice of V after the other."""
+def outputs_body(ins, outs, *, p: Problem, architecture):
+    """Pass (c), one chunk of one head: one slice of V after the other, the features in blocks of at most 64.
+
+    Neither is taken whole: [K, V] = 128 x 128 at once would need four times the LDS and, in fp32, spill.
+    """
     in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
-    rows = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
-    features = columns(0, p.key_size, p.key_tile)
+    rows, existing = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
     square = columns(0, p.config.chunk_size, p.config.chunk_size)
-    precision = product_precision(p, platform)
-    q = load_tile(ins["q"], (), rows, features)
+    width = min(64, p.key_tile)
+    blocks = [columns(start, min(width, p.key_size - start), width) for start in range(0, p.key_size, width)]
+    precision = product_precision(p, architecture)
+    q = [load_tile(ins["q"], (), rows, block) for block in blocks]
     score = load_tile(ins["score"], (), square, square)
     query_in = load_tokens(ins["query_in"], (), square)[:, None]
-    for part in range(p.config.dv_splits):
+
+    def one_slice(part, _):
         values = columns(part * p.slice_size, p.slice_size, p.slice_tile)
-        state = load_tile(ins["state"], (), values, features)
+        states = [load_tile(ins["state"], (), values, block) for block in blocks]
         update = load_tile(ins["update"], (), values, square)
-        o = query_in * dot(q, state.T, precision) + dot(score, update.T, precision)
+        past = functools.reduce(jnp.add, [dot(x, s.T, precision) for x, s in zip(q, states, strict=True)])
+        o = query_in * past + dot(score, update.T, precision)
         if p.scaled:
-            o = o * ins["power"][part]
-        store_tile(outs["o"], (), rows, values, o.astype(p.dtype))
+            o = o * load(ins["power"].at[values.index], values.mask)[None, :]
+        store_tile(outs["o"], (), existing, values, o.astype(p.dtype))
+
+    # A loop, not one slice after the other in the program's text: the compiler would load them all at once.
+    lax.fori_loop(0, p.config.dv_splits, one_slice, None)
 
 
 def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
@@ -339,36 +370,36 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
             n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
         },
         input_output_aliases={i: outs.index(n) for i, n in enumerate(ins) if n in outs},
-        compiler_params=plgpu.CompilerParams(num_warps=p.config.num_warps, num_stages=p.config.num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=plan.num_warps, num_stages=p.config.num_stages),
         interpret=interpret,
         name=name,
     )({n: operands[n] for n in ins})
 
 
-def prefill(p: Problem, operands: dict, *, scale, l2norm, platform):
+def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
     """The three passes, window by window.
 
     Args:
       p: the static facts.
       operands: q, k, v, g, beta; `initial_state` where `p.has_initial`; `table` (grid.chunk_table) of packed sequences.
       scale, l2norm: of the rule.
-      platform: "cuda", "rocm", or None for interpret mode.
+      architecture: what it is lowered for ("gfx942", "sm_90"), or None for interpret mode.
 
     Returns:
       (o, final states in fp32, or None where they are not asked for)
     """
     plans = grid.plan_locals(p), grid.plan_scan(p), grid.plan_outputs(p)
     bodies = (
-        functools.partial(locals_body, p=p, scale=scale, l2norm=l2norm, platform=platform),
-        functools.partial(scan_body, p=p, platform=platform),
-        functools.partial(outputs_body, p=p, platform=platform),
+        functools.partial(locals_body, p=p, scale=scale, l2norm=l2norm, architecture=architecture),
+        functools.partial(scan_body, p=p, architecture=architecture),
+        functools.partial(outputs_body, p=p, architecture=architecture),
     )
     names = "gated_delta_locals", "gated_delta_scan", "gated_delta_outputs"
 
     def window(number, results):
         arrays = operands | results | {"window": jnp.full((1,), number, jnp.int32)}
         for body, name, plan in zip(bodies, names, plans, strict=True):
-            arrays |= call(body, name, p, plan, arrays, interpret=platform is None)
+            arrays |= call(body, name, p, plan, arrays, interpret=architecture is None)
         return {n: arrays[n] for n in ("o", "carry") if n in arrays}
 
     results = {}

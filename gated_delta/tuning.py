@@ -16,7 +16,7 @@ class Config:
       chunk_size: C, tokens in a chunk; a power of two, 16 to 128.
       window_chunks: W, chunks in a window. Scratch grows with W and never with the length of the sequence.
       dv_splits: slices of the V axis; each is scanned by its own program. Has to divide V.
-      num_warps: wavefronts (warps) in a workgroup; a power of two.
+      num_warps: warps (waves) of the scan and of decode, a power of two; the other passes take what their tiles need.
       num_stages: depth of the software pipeline of the scan's loads.
 
     Raises:
@@ -56,19 +56,26 @@ class Row:
 
 
 ROWS = (
-    Row("gfx1151", 2, Config(16, 32, 4, 4, 1), "chunk 32 -> 16, 4 splits: op -25 % measured on this chip"),
-    Row("gfx1100", 2, Config(16, 32, 4, 4, 1), "as gfx1151: the same registers and LDS"),
-    Row("gfx1201", 2, Config(16, 32, 4, 4, 1), "as gfx1151: the same registers and LDS"),
-    Row("gfx942", 2, Config(64, 16, 4, 4, 1), "512 registers a lane hold chunks of 64 without spills"),
-    Row("gfx950", 2, Config(64, 16, 4, 4, 1), "512 registers a lane hold chunks of 64 without spills"),
-    Row("sm_90", 2, Config(64, 16, 4, 4, 3), "measured on an H200"),
-    # fp32 tiles are twice as large and their products have no 16-bit matrix unit.
-    Row("gfx942", 4, Config(32, 16, 4, 4, 1), "fp32 MFMA; tiles of 32 tokens fit the registers"),
-    Row("gfx950", 4, Config(32, 16, 4, 4, 1), "fp32 MFMA; tiles of 32 tokens fit the registers"),
-    Row("sm_90", 4, Config(32, 16, 4, 4, 2), "three TF32 products each; tiles of 32 tokens fit shared memory"),
+    Row(
+        "gfx1151", 2, Config(16, 32, 4, 2, 1), "chunk 32 -> 16 and 4 splits: op -25 % measured on this chip; no spills"
+    ),
+    Row("gfx1100", 2, Config(16, 32, 4, 2, 1), "as gfx1151: the same registers and LDS"),
+    Row("gfx1201", 2, Config(16, 32, 4, 2, 1), "as gfx1151: the same registers and LDS"),
+    # One wave owns 16 columns of V: no product is computed twice and no barrier is waited for.
+    Row(
+        "gfx942", 2, Config(64, 16, 8, 1, 1), "scan: 10 instructions an MFMA, 802 in all (4 splits, 4 waves: 16, 1087)"
+    ),
+    Row(
+        "gfx950", 2, Config(64, 16, 8, 1, 1), "scan: 18 instructions an MFMA, 734 in all (4 splits, 4 waves: 25, 1010)"
+    ),
+    Row("sm_90", 2, Config(64, 20, 4, 4, 3), "H200, T 18778: 1.6 ms; with 8 warps 2.8, 2 splits 1.8, 2 stages 1.8"),
+    Row("gfx942", 4, Config(32, 16, 8, 1, 1), "fp32 MFMA; 64 tokens would not fit the registers"),
+    Row("gfx950", 4, Config(32, 16, 8, 1, 1), "fp32 MFMA; 64 tokens would not fit the registers"),
+    Row("sm_90", 4, Config(16, 32, 4, 4, 2), "H200, T 18778: 8.3 ms; chunks of 32 spill: 9.7 at best"),
 )
-# Any other chip: the smallest tiles, which fit everywhere.
-ANY = Config(16, 32, 4, 4, 1)
+# Any other chip, by item size: the smallest tiles, which fit everywhere; in fp32 spread over more warps, since chips
+# without fp32 matrix instructions keep whole operands in registers.
+ANY = {2: Config(16, 32, 4, 4, 1), 4: Config(16, 32, 8, 8, 1)}
 
 
 def default_config(architecture: str, dtype, value_size: int) -> Config:
@@ -77,6 +84,7 @@ def default_config(architecture: str, dtype, value_size: int) -> Config:
     Of the row's `dv_splits`, the default keeps the largest number that divides V into slices of at least 16.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    config = next((r.config for r in ROWS if (r.architecture, r.itemsize) == (architecture, itemsize)), ANY)
+    rows = (r.config for r in ROWS if (r.architecture, r.itemsize) == (architecture, itemsize))
+    config = next(rows, ANY[itemsize])
     fits = (n for n in range(config.dv_splits, 1, -1) if value_size % n == 0 and value_size // n >= MIN_TILE)
     return dataclasses.replace(config, dv_splits=next(fits, 1))

@@ -7,12 +7,11 @@ For every batch row and head, with natural-log decay g_t <= 0, step size beta_t 
     S   = S + k_t u_t^T                       write
     o_t = scale S^T q_t                       read
 
-Four forms that share no more than the layout of their arguments:
+Forms that share no more than the layout of their arguments:
 
-    recurrent_gated_delta_rule           the four lines above, a `lax.scan` over tokens; in float64, the truth
-    chunk_gated_delta_rule               chunks of C tokens, matmuls only; the path where there is no GPU
-    affine_scan_gated_delta_rule         chunk maps S_out = L S_in + b, composed by `lax.scan`
-    associative_scan_gated_delta_rule    the same maps, composed by `lax.associative_scan`
+    recurrent_gated_delta_rule    the four lines above, a `lax.scan` over tokens; in float64, the truth
+    chunk_gated_delta_rule        chunks of C tokens, matmuls only; the path where there is no GPU
+    affine_gated_delta_rule       chunk maps S_out = L S_in + b: `lax.scan`, or `lax.associative_scan`
 
 Letters: B batch, T tokens, G key heads, H value heads (head h reads key head h // (H // G)), K and V head
 sizes, C tokens in a chunk, N chunks, R packed sequences.
@@ -128,7 +127,7 @@ def chunk_gated_delta_rule(
         S_out = exp(D_C) S_in + K^T diag(exp(D_C - D)) U
 
     Args, returns: those of `recurrent_gated_delta_rule`, and
-      chunk_size: C, a power of two.
+      chunk_size: C, any positive number.
       operand_dtype: None for the accuracy of the working dtype; "bfloat16" or "float16" rounds each operand
         of a matmul to that dtype's mantissa and accumulates in fp32, as a kernel on 16-bit matrix units does:
         Q, K, Tm, P, S_in, V - exp(D) K S_in, U and exp(D_C - D) U. The exponent keeps its range, as it does
@@ -161,8 +160,8 @@ def chunk_gated_delta_rule(
     D, difference = _gate_sums(g_)
     exp_D, exp_D_C, exp_rest = jnp.exp(D), jnp.exp(D[..., -1]), jnp.exp(difference[..., -1, :])
     lower = np.tril(np.ones((C, C), bool))
-    # The exponent is masked before exp: exp of a positive D_t - D_s (s > t) could be inf, and inf * 0 is NaN
-    # in the backward pass.
+    # The exponent is masked before exp: exp of a positive D_t - D_s (s > t) could be inf, and inf * 0 is NaN in
+    # the backward pass.
     E = jnp.exp(jnp.where(lower, difference, -jnp.inf)) * norm_k[..., None, :]
     kk = _einsum("nbgtk,nbgsk->nbgts", k_, k_)[:, :, :, None]
     qk = _einsum("nbgtk,nbgsk->nbgts", q_, k_)[:, :, :, None]
@@ -176,7 +175,8 @@ def chunk_gated_delta_rule(
         S_op = rounded(S)
         R = v_n - k_in_n[..., None] * _einsum("bgck,bgrkv->bgrcv", k_n, S_op)
         U = _einsum("bgrts,bgrsv->bgrtv", Tm_n, rounded(R))
-        O = q_in_n[..., None] * _einsum("bgck,bgrkv->bgrcv", q_n, S_op) + _einsum("bgrts,bgrsv->bgrtv", P_n, rounded(U))
+        O = q_in_n[..., None] * _einsum("bgck,bgrkv->bgrcv", q_n, S_op)
+        O = O + _einsum("bgrts,bgrsv->bgrtv", P_n, rounded(U))
         S = exp_D_C_n[..., None, None] * S + _einsum("bgck,bgrcv->bgrkv", k_n, rounded(k_out_n[..., None] * U))
         return S, O
 
@@ -198,7 +198,7 @@ def chunk_gated_delta_rule(
     return _result(o, S.reshape(-1, H, K, V), output_final_state, state_v_first)
 
 
-def affine_scan_gated_delta_rule(
+def affine_gated_delta_rule(
     q: Array,
     k: Array,
     v: Array,
@@ -212,8 +212,9 @@ def affine_scan_gated_delta_rule(
     cu_seqlens: Array | None = None,
     state_v_first: bool = False,
     chunk_size: int = 64,
+    associative: bool = False,
 ) -> tuple[Array, Array | None]:
-    """The chunk form through the affine maps `S_out = L S_in + b`, applied one after the other.
+    """The chunk form through affine maps `S_out = L S_in + b`, one for each chunk.
 
     With A, D and E as in `chunk_gated_delta_rule` and Kt_s = exp(D_C - D_s) k_s:
 
@@ -221,71 +222,21 @@ def affine_scan_gated_delta_rule(
         L  = exp(D_C) I - Kt^T Wc  b  = Kt^T Ul
         O  = scale (diag(exp D) Q S_in + (E * Q K^T) (Ul - Wc S_in))
 
-    D_t - D_s is summed afresh for each pair (t, s), and each value head gets its own copy of the keys: slower
-    than `chunk_gated_delta_rule` and on purpose unlike it. Arguments and results are the same.
+    The map (L2, b2) after (L1, b1) is (L2 L1, L2 b1 + b2). That composition is associative, which is what allows a
+    sequence to be split into chunks, windows or devices anywhere.
+
+    D_t - D_s is summed afresh for each pair (t, s), and each value head gets its own copy of the keys: slower than
+    `chunk_gated_delta_rule` and on purpose unlike it.
+
+    Args, returns: those of `recurrent_gated_delta_rule`, but for NaN and inf, which here pass on to later sequences
+    (0 times NaN), and
+      chunk_size: C, any positive number.
+      associative: compose the maps as a tree, by `lax.associative_scan`, instead of applying one after the other.
     """
-    return _affine(
-        (q, k, v, g, beta),
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        state_v_first,
-        chunk_size,
-        _states_one_by_one,
-    )
-
-
-def associative_scan_gated_delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    *,
-    scale: float | None = None,
-    initial_state: Array | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Array | None = None,
-    state_v_first: bool = False,
-    chunk_size: int = 64,
-) -> tuple[Array, Array | None]:
-    """The maps of `affine_scan_gated_delta_rule`, composed as a tree.
-
-    (L2, b2) after (L1, b1) is (L2 L1, L2 b1 + b2). That composition is associative, which is what allows a
-    sequence to be split into chunks, windows or devices anywhere. Arguments and results are the same.
-    """
-    return _affine(
-        (q, k, v, g, beta),
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        state_v_first,
-        chunk_size,
-        _states_as_a_tree,
-    )
-
-
-def _affine(
-    qkvgb,
-    scale,
-    initial_state,
-    output_final_state,
-    use_qk_l2norm_in_kernel,
-    cu_seqlens,
-    state_v_first,
-    C,
-    states_after,
-):
-    q, k, v, g, beta = qkvgb
     (_, T, G, K), (H, V) = q.shape, v.shape[2:]
-    dtype = _working_dtype(q)
+    dtype, C = _working_dtype(q), chunk_size
     scale = K**-0.5 if scale is None else scale
-    S0 = _initial_state(initial_state, state_v_first, qkvgb, cu_seqlens)
+    S0 = _initial_state(initial_state, state_v_first, (q, k, v, g, beta), cu_seqlens)
     if T == 0 or S0.shape[0] == 0:
         return _result(jnp.zeros_like(v), S0, output_final_state, state_v_first)
 
@@ -321,7 +272,7 @@ def _affine(
         first, starts = table.first, S0.at[table.sequence].get(mode="clip")[:, None]
     first = first[:, None, None, None, None]
     b = jnp.where(first, _einsum("nbhkj,nbhjv->nbhkv", L, starts) + b, b)
-    S = states_after(jnp.where(first, 0, L), b)
+    S = (_states_as_a_tree if associative else _states_one_by_one)(jnp.where(first, 0, L), b)
     S_in = jnp.where(first, starts, jnp.roll(S, 1, axis=0))
 
     O = jnp.exp(D)[..., None] * _einsum("nbhck,nbhkv->nbhcv", q_, S_in)
@@ -337,7 +288,9 @@ def _affine(
     return _result(o, S, output_final_state, state_v_first)
 
 
-def _states_one_by_one(L, b):
+def _states_one_by_one(L: Array, b: Array) -> Array:
+    """The state after each chunk, `[N, ..]`."""
+
     def apply(S, Lb):
         S = _einsum("bhkj,bhjv->bhkv", Lb[0], S) + Lb[1]
         return S, S
@@ -345,7 +298,9 @@ def _states_one_by_one(L, b):
     return lax.scan(apply, jnp.zeros_like(b[0]), (L, b))[1]
 
 
-def _states_as_a_tree(L, b):
+def _states_as_a_tree(L: Array, b: Array) -> Array:
+    """The same. The first chunk's L is 0, so the b of a composed map is the state itself."""
+
     def compose(earlier, later):
         (L1, b1), (L2, b2) = earlier, later
         return _einsum("nbhkj,nbhji->nbhki", L2, L1), _einsum("nbhkj,nbhjv->nbhkv", L2, b1) + b2

@@ -143,13 +143,23 @@ def states_stay_in_fp32(rule: Rule) -> None:
 
 
 def states_are_key_by_value(rule: Rule) -> None:
-    """sgl-kernel-npu 640: one token writes beta k v^T as [K, V], or [V, K] where that is asked for."""
+    """sgl-kernel-npu 640: one token writes beta k v^T as [K, V], or [V, K] where that is asked for.
+
+    K = V here, so that no shape gives a wrong layout away.
+    """
     arguments = inputs(GatedDeltaCase("outer", "", 1, 1, 1, 1, 16, 16, gates=0.0, beta=1.0, state=None))
     k, v = (np.asarray(arguments[name], np.float64)[0, 0, 0] for name in "kv")
     _, state = rule(**arguments)
     np.testing.assert_allclose(np.asarray(state)[0, 0], np.outer(k, v), rtol=1e-6, atol=1e-7)
     _, state = rule(**arguments | {"state_v_first": True})
     np.testing.assert_allclose(np.asarray(state)[0, 0], np.outer(v, k), rtol=1e-6, atol=1e-7)
+
+    arguments = inputs(_PLAIN)
+    o, state = rule(**arguments)
+    transposed = jnp.swapaxes(arguments["initial_state"], -1, -2)
+    o_v_first, state_v_first = rule(**arguments | {"initial_state": transposed, "state_v_first": True})
+    assert accuracy.relative_l2(o_v_first, o) <= 2e-6
+    assert accuracy.relative_l2(jnp.swapaxes(state_v_first, -1, -2), state) <= 2e-6
 
 
 def large_states_stay_finite(rule: Rule) -> None:

@@ -20,14 +20,6 @@ CASES = GATED_DELTA_SMALL + GATED_DELTA_ODD
 ARRAYS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    # These programs run for milliseconds and compile for seconds.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @cache
 def truth(case):
     return accuracy.gated_delta_truth(inputs(case))
@@ -190,6 +182,7 @@ def test_scan_over_calls_chains_the_state(pallas):
 def test_offsets_are_values_not_shapes(pallas):
     arguments = inputs(GatedDeltaCase("packed", "", 1, 20, 1, 1, 16, 16, cu_seqlens=(0, 10, 20), state=None))
     arrays = {n: arguments[n] for n in ARRAYS[:5]}
+    chex.clear_trace_counter()
     traced = jax.jit(chex.assert_max_traces(lambda a, offsets: pallas(**a, cu_seqlens=offsets), n=1))
     for offsets in ((0, 10, 20), (0, 0, 5), (0, 17, 17)):
         traced(arrays, jnp.asarray(offsets, jnp.int32))

@@ -28,7 +28,7 @@ class GatedDeltaCase:
     # of q, k and v
     dtype: str = "float32"
     # a number: the same gate everywhere. Else
-    #   "model"    g = -exp(A_log) softplus(a + dt_bias), drawn as gated DeltaNet layers initialise it
+    #   "model"    g = -exp(A_log) softplus(a + dt_bias), drawn as fla initialises its GatedDeltaNet layer
     #   "sparse"   the same, two thirds of it zeroed
     #   "strong16", "strong64"   -316 at every 16th or 64th token, -0.01 elsewhere
     #   "reset"    -inf at token 5, -0.01 elsewhere
@@ -185,8 +185,7 @@ _TEXT = "keys of text"
 GATED_DELTA_ODD = (
     *(GatedDeltaCase(f"T_{T}", _RAGGED, 1, T, 1, 2, 16, 16) for T in (1, 2, 15, 17, 33, 63, 65, 129)),
     GatedDeltaCase("T_0", "no token", 2, 0, 1, 2, 16, 16),
-    GatedDeltaCase("K_16_V_40", _SIZES, 1, 50, 1, 1, 16, 40),
-    GatedDeltaCase("K_48_V_24", _SIZES, 1, 50, 1, 2, 48, 24),
+    GatedDeltaCase("K_48_V_40", _SIZES, 1, 40, 1, 2, 48, 40),
     GatedDeltaCase("K_96_V_64", _SIZES, 1, 70, 1, 1, 96, 64),
     GatedDeltaCase("K_160_V_128", _SIZES, 1, 40, 1, 1, 160, 128),
     GatedDeltaCase("K_20_V_12_bf16", _SIZES, 1, 50, 1, 1, 20, 12, "bfloat16"),
@@ -220,8 +219,8 @@ GATED_DELTA_ODD = (
     # states
     GatedDeltaCase("ollama_15865", "ollama 15865", 1, 160, 1, 2, 32, 32, "bfloat16"),
     GatedDeltaCase("attention_gym_464", "attention-gym 464", 1, 160, 1, 2, 32, 32, "float16", state="large"),
-    GatedDeltaCase("sgl_640_zero", "sgl-kernel-npu 640", 1, 40, 1, 1, 32, 16, state=None),
-    GatedDeltaCase("sgl_640_state", "sgl-kernel-npu 640", 1, 40, 1, 1, 32, 16),
+    GatedDeltaCase("sgl_640_zero", "sgl-kernel-npu 640", 1, 40, 1, 2, 48, 40, state=None),
+    GatedDeltaCase("sgl_640_state", "sgl-kernel-npu 640", 1, 40, 1, 2, 48, 40, gates=-0.1),
     GatedDeltaCase("state_bf16", "a state in 16 bits", 1, 40, 1, 1, 32, 16, state_dtype="bfloat16"),
     GatedDeltaCase("ollama37_23", "ollama37 23", 2, 65, 1, 2, 32, 16, gates=-1e-3),
     # packed

@@ -26,6 +26,8 @@ class GqaCase:
     K: int
     V: int
     dtype: str = "float32"
+    # of k and v, where it is not that of q
+    kv_dtype: str | None = None
     # keys before this step: one number, one per batch row, or None for S - T
     past: int | tuple[int, ...] | None = None
     # valid new tokens of each batch row; None for T
@@ -62,14 +64,15 @@ def inputs(case: GqaCase) -> dict:
     rng = draw.generator(case.name, case.seed)
     B, T, S, H, G = case.B, case.T, case.S, case.H, case.G
     q = draw.normal(rng, (B, T, H, case.K), case.dtype)
-    k = draw.normal(rng, (B, S, G, case.K), case.dtype)
-    v = draw.normal(rng, (B, S, G, case.V), case.dtype)
+    kv_dtype = case.kv_dtype or case.dtype
+    k = draw.normal(rng, (B, S, G, case.K), kv_dtype)
+    v = draw.normal(rng, (B, S, G, case.V), kv_dtype)
     q = q if case.q_value is None else draw.as_array(np.full(q.shape, case.q_value), case.dtype)
-    k = k if case.k_value is None else draw.as_array(np.full(k.shape, case.k_value), case.dtype)
+    k = k if case.k_value is None else draw.as_array(np.full(k.shape, case.k_value), kv_dtype)
     if case.poison:
         past, lengths = _past_and_lengths(case)
         beyond = (np.arange(S) >= (past + lengths)[:, None])[:, :, None, None]
-        k, v = (draw.as_array(np.where(beyond, np.nan, x), case.dtype) for x in (k, v))
+        k, v = (draw.as_array(np.where(beyond, np.nan, x), kv_dtype) for x in (k, v))
     sinks = None
     if case.sinks is not None:
         drawn = rng.uniform(-10, 10, H) if case.sinks == "uniform" else np.full(H, case.sinks)
@@ -108,8 +111,8 @@ def flops(case: GqaCase) -> int:
 
 def bytes_moved(case: GqaCase) -> int:
     """q and the keys and values that some query sees read, the output written."""
-    item = jnp.dtype(case.dtype).itemsize
-    return (case.B * case.T * case.H + _seen(case)[1] * case.G) * (case.K + case.V) * item
+    item, kv_item = jnp.dtype(case.dtype).itemsize, jnp.dtype(case.kv_dtype or case.dtype).itemsize
+    return (case.B * case.T * case.H * item + _seen(case)[1] * case.G * kv_item) * (case.K + case.V)
 
 
 _SHAPES = "tests: one tile, several tiles, several batch rows"
@@ -141,6 +144,7 @@ GQA_SMALL = (
     GqaCase("not_causal", _SHAPES, 1, 32, 64, 4, 2, 16, 16, causal=False, window=30),
 )
 
+_ROWS = "llama.cpp's FLASH_ATTN_EXT tests with more than 2048 keys: 32 fp32 rows, an fp16 cache"
 _MASKED_TILE = "hip-ep 623: the first key tile of some rows is wholly masked"
 _BLOCKS = "a key block of 2048: one less, just one, one more"
 _GROUPS = "onnx 7274, HipKittens 22"
@@ -204,12 +208,14 @@ GQA_ODD = (
     GqaCase("past_scalar", "one past for all rows", 2, 8, 30, 4, 2, 16, 16, past=11, sinks="uniform"),
     *(GqaCase(f"keys_{S}", _BLOCKS, 1, 1, S, 2, 1, 16, 16, sinks="uniform") for S in (2047, 2048, 2049, 2560)),
     *(GqaCase(f"size_{K}", "sizes", 1, 20, 40, 2, 1, K, K, window=9) for K in (8, 40, 96, 160, 224, 256)),
+    GqaCase(
+        "fp32_rows_fp16_cache", _ROWS, 2, 1, 50, 4, 2, 32, 32, "float32", "float16", past=(20, 49), sinks="uniform"
+    ),
     GqaCase("K_224_V_112", "V != K", 1, 4, 40, 2, 1, 224, 112, sinks="uniform"),
 )
 
 _GPT_OSS = "gpt-oss-20b config.json: 64 query and 8 KV heads of 64, sinks, every other layer a window of 128"
 _ZAMBA = "Zamba2-2.7B config.json: 32 heads of 160"
-_ROWS = "llama.cpp's FLASH_ATTN_EXT tests with more than 2048 keys: 32 rows"
 
 GQA_REAL = (
     GqaCase(
@@ -250,7 +256,7 @@ GQA_REAL = (
     GqaCase("zamba2_T4096", _ZAMBA, 1, 4096, 4096, 32, 32, 160, 160, "bfloat16"),
     GqaCase("zamba2_decode_4096", _ZAMBA, 1, 1, 4096, 32, 32, 160, 160, "bfloat16"),
     *(
-        GqaCase(f"rows_{S}_size_{K}", _ROWS, 1, 32, S, 32, 8, K, K, "float16")
+        GqaCase(f"rows_{S}_size_{K}", _ROWS, 1, 32, S, 32, 8, K, K, "float32", "float16")
         for S in (2560, 3000, 4096, 5000)
         for K in (64, 160, 256)
     ),

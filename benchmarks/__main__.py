@@ -1,0 +1,149 @@
+"""`python -m benchmarks`: check, then time; see NOTES.md."""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+from tqdm import tqdm
+
+from benchmarks import minilm, plot, real_input
+from benchmarks.peaks import peaks_of
+from benchmarks.results import Result, as_text, environment, write_json
+from benchmarks.run import Settings, fitting, probe_flops, run_case
+from references import cases
+
+TABLES = {
+    "gated_delta": (cases.GATED_DELTA_SMALL, cases.GATED_DELTA_ODD, cases.GATED_DELTA_REAL),
+    "flash": (cases.FLASH_SMALL, cases.FLASH_ODD, cases.FLASH_REAL),
+    "gqa": (cases.GQA_SMALL, cases.GQA_ODD, cases.GQA_REAL),
+}
+ROUNDS_ON_GPU, ROUNDS_ON_CPU = 15, 3
+# For the REAL cases of one algorithm, where there is no GPU.
+CPU_SECONDS = 32.0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises SystemExit(2) where it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Check kernels against the float64 truth, then time them side by side with references.",
+    )
+    parser.add_argument("algorithm", nargs="?", default="all", choices=(*TABLES, "all"))
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases of references/cases")
+    parser.add_argument("--real", action="store_true", help="only the run on real text")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="the real text (default: LICENSE, README.md)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of timing (15; 3 without a GPU)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write pictures of time against T")
+    parser.add_argument("--trace", type=pathlib.Path, metavar="DIR", help="write XLA profiler traces")
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.text is not None and not options.text.is_file():
+        parser.error(f"--text: no file {options.text}")
+    if options.text is not None and not options.text.read_text(errors="replace").strip():
+        parser.error(f"--text: {options.text} holds no text")
+    known = {case.name for name in _algorithms(options) for table in TABLES[name] for case in table}
+    unknown = [name for name in options.case or () if name not in known]
+    if unknown:
+        parser.error(f"--case: no {', '.join(unknown)} in {options.algorithm}; there are {', '.join(sorted(known))}")
+    if options.real and options.case:
+        parser.error("--real and --case exclude each other")
+    return options
+
+
+def _algorithms(options: argparse.Namespace) -> list[str]:
+    return list(TABLES) if options.algorithm == "all" else [options.algorithm]
+
+
+def plan(
+    options: argparse.Namespace, algorithm: str, gpu: bool, rounds: int
+) -> tuple[list[tuple[cases.Case, bool]], str]:
+    """What to run of an algorithm: cases, each with whether it is timed; and a line on what is left out.
+
+    With a GPU: REAL cases, timed. Without: SMALL ones, checked, and REAL ones for which there is time. Cases
+    that were asked for by name are run in any case.
+    """
+    small, odd, real = TABLES[algorithm]
+    if options.case:
+        checked = [(case, gpu) for case in (*small, *odd) if case.name in options.case]
+        return [*checked, *((case, True) for case in real if case.name in options.case)], ""
+    if gpu:
+        return [(case, True) for case in real], ""
+    chosen, left = fitting(real, rounds, CPU_SECONDS, probe_flops())
+    names = ", ".join(f"{case.name} ({seconds:.0f} s)" for case, seconds in left)
+    line = f"{algorithm}, skipped for the time they would take here: {names}" if left else ""
+    return [*((case, False) for case in small), *((case, True) for case in chosen)], line
+
+
+def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
+    """Run what `plan` says, print a table per algorithm."""
+    rounds = options.rounds or (ROUNDS_ON_GPU if gpu else ROUNDS_ON_CPU)
+    settings = Settings(gpu=gpu, rounds=rounds, trace=options.trace)
+    results: list[Result] = []
+    for algorithm in _algorithms(options):
+        todo, left_out = plan(options, algorithm, gpu, rounds)
+        found: list[Result] = []
+        # disable=None: a bar on a terminal only; in a file it would be a page of lines.
+        with tqdm(todo, desc=algorithm, unit="case", disable=None, leave=False) as bar:
+            for case, timed in bar:
+                # Interpret mode takes hours for a REAL case and says nothing about speed.
+                only = None if gpu else ("reference",) if timed else ("kernel",)
+                found += run_case(case, settings, timed=timed, only=only, on_step=bar.set_postfix_str)
+        for text in (as_text(found), left_out):
+            if text:
+                print(f"\n{text}", flush=True)
+        results += found
+    return results
+
+
+def run_real(options: argparse.Namespace, gpu: bool) -> dict | None:
+    """The run on real text, printed. None where the encoder is not installed, after saying how to get it."""
+    files = [options.text] if options.text else [path for path in real_input.DEFAULT_TEXTS if path.is_file()]
+    print(f"\nreal input: {', '.join(path.name for path in files)}")
+    try:
+        with tqdm(desc="real input", disable=None, leave=False) as bar:
+            texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+            found = real_input.run(texts, gpu=gpu, on_step=bar.set_postfix_str)
+    except minilm.PackageMissing as missing:
+        print(f"skipped: {missing}")
+        return None
+    print(real_input.as_text(found), flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 where a check failed or what was asked for could not run."""
+    options = parse(arguments)
+    gpu = jax.default_backend() in ("gpu", "cuda", "rocm")
+    device = environment()
+    print(f"device: {device['device_kind']}; jax {device['versions']['jax']}")
+    if gpu and peaks_of(device["device_kind"]) is None:
+        print("the peaks of this device are not in benchmarks/peaks.py: no share of the roofline")
+    if not gpu:
+        print("no GPU: kernels are checked in interpret mode on small cases, references are timed on real ones")
+
+    results = [] if options.real else run_cases(options, gpu)
+    # The main job ends on real text; a choice of cases does not.
+    with_text = options.real or options.text or (options.algorithm in ("all", "gated_delta") and not options.case)
+    found = run_real(options, gpu) if with_text else None
+
+    if options.plot:
+        for path in plot.write_plots(options.plot, results):
+            print(f"wrote {path}")
+    if options.json:
+        write_json(options.json, results, found)
+        print(f"wrote {options.json}")
+    red = [result for result in results if result.status == "red"]
+    for result in red:
+        print(f"CHECK FAILED: {result.algorithm} {result.case}, {result.arm}")
+    real_failed = (options.real and found is None) or (found is not None and not found["green"])
+    if found is not None and not found["green"]:
+        print("CHECK FAILED: real input")
+    return 1 if red or real_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

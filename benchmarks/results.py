@@ -1,0 +1,141 @@
+"""What a run found: one `Result` per case and arm; its table and its JSON."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.table import duration, number, table
+
+# What became of an arm. "red" differs from the reference by more than the bound and has no time; "absent"
+# cannot run here (the note says why); "skipped" would take longer than the time there is.
+STATUSES = ("timed", "checked", "red", "absent", "skipped")
+SCHEMA = 1
+
+
+@dataclasses.dataclass
+class Result:
+    """One arm of one case.
+
+    Attributes:
+      algorithm: "gated_delta", "flash" or "gqa".
+      case: name in references/cases.py. arm: name of the way it was computed.
+      shape: letters of the case to sizes, and its dtype.
+      status: one of STATUSES. note: one line for a reader, often empty.
+      errors, bounds: what was compared to the reference ("o", "state", ...) to its error and to the most
+        allowed.
+      seconds: time of one call, a sample per round. calls: calls in a sample.
+      median: of `seconds`. tflops: TFLOP/s. gbytes: GB/s. share: of the roofline. ratio: times faster than
+        the reference arm. wins: rounds won. scratch: bytes of temporary memory of the compiled program.
+    """
+
+    algorithm: str
+    case: str
+    arm: str
+    shape: dict[str, Any]
+    status: str
+    note: str = ""
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    bounds: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    calls: int | None = None
+    median: float | None = None
+    tflops: float | None = None
+    gbytes: float | None = None
+    share: float | None = None
+    ratio: float | None = None
+    wins: int | None = None
+    scratch: int | None = None
+
+    def __post_init__(self):
+        if self.status not in STATUSES:
+            raise ValueError(f"status must be one of {STATUSES}, got {self.status!r}")
+
+
+HEADER = (
+    "case",
+    "arm",
+    "time",
+    "TFLOP/s",
+    "GB/s",
+    "roofline",
+    "x reference",
+    "rounds won",
+    "scratch MiB",
+    "error / bound",
+)
+
+
+def row(result: Result) -> list[str]:
+    """The cells of a result under HEADER; an arm that was not timed shows its status instead of figures."""
+    pairs = [(result.errors[name], bound) for name, bound in result.bounds.items()]
+    # An output without elements has the error 0 and the bound 0.
+    worst = max(pairs, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0, default=None)
+    check = "-" if worst is None else f"{worst[0]:.1e} / {worst[1]:.1e}"
+    scratch = "-" if result.scratch is None else number(result.scratch / 2**20)
+    name = f"{result.algorithm} {result.case}"
+    if result.status != "timed":
+        shown = {"checked": "check ok", "red": "CHECK FAILED"}.get(result.status, result.status)
+        return [name, result.arm, shown, "-", "-", "-", "-", "-", "-", check]
+    rounds = f"{result.wins}/{len(result.seconds)}"
+    share = "-" if result.share is None else f"{100 * result.share:.1f} %"
+    figures = [number(result.tflops), number(result.gbytes), share, number(result.ratio)]
+    return [name, result.arm, duration(result.median), *figures, rounds, scratch, check]
+
+
+def as_text(results: Sequence[Result]) -> str:
+    """Results as a table, the notes below it; arms that cannot run here only have a note."""
+    notes: dict[str, list[str]] = {}
+    for result in results:
+        if result.note:
+            label = "absent: " if result.status == "absent" else ""
+            note = f"{result.algorithm}, {result.arm}, {label}{result.note}"
+            notes.setdefault(note, []).append(result.case)
+    lines = [f"{note} ({', '.join(dict.fromkeys(names))})" for note, names in notes.items()]
+    rows = [row(result) for result in results if result.status != "absent"]
+    return "\n".join([*([table(HEADER, rows)] if rows else []), *lines])
+
+
+def environment() -> dict[str, Any]:
+    """The device and the versions that the numbers belong to."""
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "devices": jax.device_count(),
+        "backend": device.client.platform_version.splitlines()[0],
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+    }
+
+
+def write_json(path: pathlib.Path, results: Sequence[Result], real: dict[str, Any] | None) -> None:
+    """Everything that was measured, each sample included.
+
+    {"schema": 1, "environment": {...}, "results": [fields of Result, ...], "real_input": {...} or null}
+
+    JSON has no inf and no NaN: null stands for them (the error of an output that is not finite).
+    """
+    document = {
+        "schema": SCHEMA,
+        "environment": environment(),
+        "results": [_finite(dataclasses.asdict(result)) for result in results],
+        "real_input": _finite(real),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same nest of dicts and lists, None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

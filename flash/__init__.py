@@ -1,0 +1,5 @@
+"""Flash attention, and a drop-in for `jax.nn.dot_product_attention`."""
+
+from flash.api import dot_product_attention, flash_attention
+
+__all__ = ["dot_product_attention", "flash_attention"]

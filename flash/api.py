@@ -1,0 +1,314 @@
+"""The public functions of flash attention: arguments checked, defaults filled in, platform chosen."""
+
+import functools
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from references import flash as reference
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
+
+
+def flash_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_scale: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: None = None,
+) -> Array | tuple[Array, Array]:
+    """Softmax attention that never holds the `T x S` logits.
+
+    For each batch row and head, over the keys j that a row may see:
+
+        s = scale q.k_j;   s = softcap tanh(s / softcap);   s = s + bias
+        o = softmax(s) v;   lse = log(sum exp(s))
+
+    Logits, maximum, sum and accumulator are fp32. A row that sees no key gives 0, lse -inf and finite
+    gradients. Keys that no row may see are never used, not even where they are NaN; a key that some rows see
+    must be finite. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute from
+    the inputs.
+
+    Args:
+      q: `[B, T, H, K]` in bf16, fp16, fp32 (float64: on the reference only), or e4m3 with scales.
+      k: `[B, S, G, K]` in q's dtype; head h reads key head `h // (H // G)`.
+      v: `[B, S, G, V]` in q's dtype; V may differ from K.
+      causal: row t sees the keys `j <= t + L - T`, where L is `kv_lengths[b]`, or S without it: aligned
+        bottom-right, as in FlashAttention since 2.1. `dot_product_attention` keeps `jax.nn`'s top-left
+        alignment.
+      scale: factor of the logits, static; `K**-0.5` by default.
+      bias: any float dtype, broadcastable to `[B, H, T, S]`, added after the cap. -inf hides a key.
+      softcap: cap on the logits, static, > 0; none by default.
+      q_segment_ids: integers `[B, T]`, given together with kv_segment_ids: a row sees the keys of its own
+        segment.
+      kv_segment_ids: integers `[B, S]`.
+      kv_lengths: integers `[B]`, the valid keys of each batch row; keys from there on are hidden.
+      q_scale: scalar, what an fp8 q is to be multiplied with; k_scale and v_scale likewise.
+      k_scale: scalar.
+      v_scale: scalar.
+      return_lse: whether to return the natural logarithm of the softmax's denominator too.
+      implementation: None (the best for the platform), "pallas" or "reference".
+      config: None, until there is a kernel to cut.
+
+    Returns:
+      o `[B, T, H, V]` in v's dtype (bf16 where v is fp8), or (o, lse) with lse `[B, T, H]` in fp32.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; the message names it. Values of kv_lengths
+        are checked where they are known at trace time.
+      NotImplementedError: `implementation="pallas"`, or a config.
+
+    Source: Dao, Fu, Ermon, Rudra, Re, "FlashAttention", https://arxiv.org/abs/2205.14135, and Dao,
+    "FlashAttention-2", https://arxiv.org/abs/2307.08691; softcap as in Gemma 2,
+    https://arxiv.org/abs/2408.00118.
+    """
+    arrays = dict(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        kv_lengths=kv_lengths,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = _Options(bool(causal), scale, softcap, bool(return_lse))
+    _check_implementation("flash_attention", implementation, config, ("pallas", "reference"))
+    return _flash_attention(_check_flash(arrays, options), options)
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`jax.nn.dot_product_attention` without the `T x S` logits: replace the import, and nothing else.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
+
+    Its signature, and its results for finite inputs and rows with at least one key. Three differences:
+
+    - a row that sees no key gives 0 (`jax.nn`: the mean of the values);
+    - keys that no row sees are never used, not even where they are NaN;
+    - the residual is fp32, and -inf for a row without keys (`jax.nn`: the key's dtype).
+
+    Args:
+      query: `[B, T, H, K]` or `[T, H, K]` in bf16, fp16, fp32 or float64.
+      key: `[B, S, G, K]` or `[S, G, K]` in query's dtype; head h reads key head `h // (H // G)`.
+      value: `[B, S, G, V]` or `[S, G, V]` in query's dtype; V may differ from K, unlike in `jax.nn`.
+      bias: any float dtype, broadcastable to `[B, H, T, S]`, added to the scaled logits.
+      mask: bool, broadcastable likewise; True takes part.
+      scale: factor of the logits, `K**-0.5` by default.
+      is_causal: row t sees the keys `j <= t`: aligned top-left whatever the lengths. `flash_attention` aligns
+        bottom-right.
+      query_seq_lengths: integers `[B]`; rows from there on give 0.
+      key_value_seq_lengths: integers `[B]`; keys from there on are hidden.
+      local_window_size: `(left, right)`, or one int for both: row t sees keys from `t - left` to `t + right`.
+      implementation: None (the best for the platform), "pallas" or "reference"; "xla" and "cudnn" call
+        `jax.nn`.
+      return_residual: whether to return the natural logarithm of the softmax's denominator too. As in
+        `jax.nn`, no gradient flows through it.
+
+    Returns:
+      The output, shaped as query but for V, in value's dtype; or (output, residual), where the residual is
+      `[B, T, H]` or `[T, H]`.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; the message names it.
+      NotImplementedError: `implementation="pallas"`.
+    """
+    _check_implementation("dot_product_attention", implementation, None, ("pallas", "reference", "xla", "cudnn"))
+    if implementation in ("xla", "cudnn"):
+        options: dict[str, Any] = dict(
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            return_residual=return_residual,
+        )
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, **options)
+    arrays = dict(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
+    arrays = _check_dot_product(arrays, local_window_size)
+    window = local_window_size if local_window_size is None else tuple(np.broadcast_to(local_window_size, 2).tolist())
+    return _dot_product_attention(arrays, bool(is_causal), window, bool(return_residual))
+
+
+class _Options(NamedTuple):
+    """The static arguments of flash_attention."""
+
+    causal: bool
+    scale: float | None
+    softcap: float | None
+    return_lse: bool
+
+
+# No kernel exists yet, so every platform runs the reference. A kernel joins in these two functions, with
+# lax.platform_dependent under a custom_jvp whose derivative is the one that stands here.
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _flash_attention(arrays: dict, options: _Options):
+    # Of the forward pass nothing is kept but its inputs.
+    return jax.checkpoint(lambda arrays: reference.flash_attention(**arrays, **options._asdict()))(arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _dot_product_attention(arrays: dict, is_causal: bool, window: tuple | None, return_residual: bool):
+    def attention(arrays):
+        return reference.dot_product_attention(
+            **arrays, is_causal=is_causal, local_window_size=window, return_residual=return_residual
+        )
+
+    return jax.checkpoint(attention)(arrays)
+
+
+def _refuse(name: str, got, allowed: str):
+    raise ValueError(f"{name} must be {allowed}, got {got}")
+
+
+def _check_implementation(function: str, implementation, config, allowed: tuple[str, ...]):
+    if implementation is not None and implementation not in allowed:
+        _refuse("implementation", repr(implementation), f"None or one of {', '.join(map(repr, allowed))}")
+    if implementation == "pallas":
+        raise NotImplementedError(f"no Pallas kernel exists yet for {function}: use None or 'reference'")
+    if config is not None:
+        raise NotImplementedError(f"no Pallas kernel exists yet for {function} that config = {config!r} could cut")
+
+
+def _check_flash(arrays: dict, options: _Options) -> dict:
+    known = arrays["kv_lengths"]
+    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    B, T, H, S = _check_qkv(("q", "k", "v"), [arrays[name] for name in "qkv"], (4,), DTYPES + FP8_DTYPES)
+    _check_broadcastable("bias", arrays["bias"], (B, H, T, S))
+    for name in ("scale", "softcap"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, numbers.Real):
+            _refuse(name, repr(value), "None or a Python number (it is static)")
+    if options.softcap is not None and not 0 < options.softcap < float("inf"):
+        _refuse("softcap", options.softcap, "None, or > 0 and finite")
+    if (arrays["q_segment_ids"] is None) != (arrays["kv_segment_ids"] is None):
+        absent = "q_segment_ids" if arrays["q_segment_ids"] is None else "kv_segment_ids"
+        _refuse(absent, "None", "given where the other segment ids are")
+    for name, shape, axes in (
+        ("q_segment_ids", (B, T), "[B, T]"),
+        ("kv_segment_ids", (B, S), "[B, S]"),
+        ("kv_lengths", (B,), "[B]"),
+    ):
+        arrays[name] = _checked_integers(name, arrays[name], shape, axes)
+    _check_range("kv_lengths", known, S)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        x = arrays[name]
+        if x is not None and (x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating)):
+            _refuse(name, f"{x.dtype.name} {x.shape}", "a float scalar")
+    return arrays
+
+
+def _check_dot_product(arrays: dict, window) -> dict:
+    known = {name: arrays[name] for name in ("query_seq_lengths", "key_value_seq_lengths")}
+    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    names = ("query", "key", "value")
+    B, T, H, S = _check_qkv(names, [arrays[name] for name in names], (3, 4), DTYPES)
+    _check_broadcastable("bias", arrays["bias"], (B, H, T, S))
+    _check_broadcastable("mask", arrays["mask"], (B, H, T, S), kind=jnp.bool_)
+    if arrays["scale"] is not None and arrays["scale"].shape != ():
+        _refuse("scale", f"shape {arrays['scale'].shape}", "None or a scalar")
+    for name, lengths in known.items():
+        arrays[name] = _checked_integers(name, arrays[name], (B,), "[B]")
+        # jax.nn takes lengths beyond the end for the end.
+        _check_range(name, lengths, np.iinfo(np.int32).max)
+    sizes = window if isinstance(window, tuple | list) else (window, window)
+    if window is not None and not (len(sizes) == 2 and all(isinstance(w, numbers.Integral) for w in sizes)):
+        _refuse("local_window_size", repr(window), "None, an int or a pair of ints")
+    return arrays
+
+
+def _check_qkv(names, arrays, ranks, dtypes) -> tuple[int, int, int, int]:
+    """Returns B, T, H, S."""
+    for name, x in zip(names, arrays, strict=True):
+        if x.ndim not in ranks:
+            allowed = "[batch, tokens, heads, size]" + (" or [tokens, heads, size]" if 3 in ranks else "")
+            _refuse(name, f"shape {x.shape}", allowed)
+        if x.dtype.name not in dtypes:
+            _refuse(name, x.dtype.name, f"one of {', '.join(dtypes)}")
+        if x.dtype != arrays[0].dtype:
+            _refuse(name, x.dtype.name, f"of {names[0]}'s dtype {arrays[0].dtype.name}")
+        if 0 in x.shape[-2:]:
+            _refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
+    q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
+    (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != K:
+        _refuse(names[1], f"shape {k.shape}", f"[B, S, G, K] with {names[0]}'s B = {B} and K = {K}")
+    if v.shape[:3] != k.shape[:3]:
+        _refuse(names[2], f"shape {v.shape}", f"[B, S, G, V] with {names[1]}'s B, S, G = {k.shape[:3]}")
+    if H % G:
+        _refuse(names[0], f"H = {H} heads", f"of a multiple of {names[1]}'s G = {G} heads")
+    return B, T, H, S
+
+
+def _check_broadcastable(name, x, shape, kind=jnp.floating):
+    if x is None:
+        return
+    if not jnp.issubdtype(x.dtype, kind):
+        _refuse(name, x.dtype.name, "bool" if kind is jnp.bool_ else "of a float dtype")
+    padded = (1,) * (4 - x.ndim) + x.shape
+    if x.ndim > 4 or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
+        _refuse(name, f"shape {x.shape}", f"broadcastable to [B, H, T, S] = {shape}")
+
+
+def _checked_integers(name, x, shape, axes):
+    if x is None:
+        return None
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        _refuse(name, f"{x.dtype.name} {x.shape}", f"integers {axes} = {shape}")
+    return x.astype(jnp.int32)
+
+
+def _check_range(name, x, most):
+    """Refuses lengths outside of 0 to most, where their values are known."""
+    if x is None or isinstance(x, Tracer):
+        return
+    x = np.asarray(x)
+    if np.any((x < 0) | (x > most)):
+        _refuse(name, x.tolist(), f"between 0 and {most}")

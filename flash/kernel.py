@@ -1,0 +1,304 @@
+"""Flash attention: the forward kernel, its split form, and the merge of splits.
+
+For a block of query rows, tile after tile of keys, with s the logits of a tile (natural units are c s) and V its values
+
+    m' = max(m, rowmax s);  p = exp2(c (s - m'));  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(c (m - m'))
+
+from m = lowest finite number, l = 0, o = 0; in the end o / l, and lse = log(l) + m c / log2(e). This is the online
+softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867, as FlashAttention-2 runs it,
+https://arxiv.org/abs/2307.08691.
+
+Plain logits are q.k, unscaled, and c is scale log2(e): the scale costs nothing of its own. The difference comes before
+the factor: as c s - c m a compiler may contract it to one rounding of c s - (c m), which at logits of 1e11 is thousands
+off 0 for equal s and m. With a softcap or a bias, s is capped and biased in natural units, and c is log2(e).
+
+A hidden key has s = -inf. m is finite from the start, so that rows without a key so far have p = exp2(-inf) = 0 and
+a = 1. Values of keys that no row of the block sees are not loaded, so 0 times NaN does not arise.
+
+m, l, o and s are fp32; p is rounded to the dtype of V for its product.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from flash import grid
+from flash.grid import Problem
+
+LOG2_E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Axis(NamedTuple):
+    """One axis of a tile: where its elements are, and which of them exist (None: all)."""
+
+    index: jax.Array
+    mask: jax.Array | None
+
+
+def axis(start, tile, size=None) -> Axis:
+    """`tile` elements from `start` on; where `size` is given, those below it exist."""
+    index = start + lax.iota(jnp.int32, tile)
+    return Axis(index, None if size is None else index < size)
+
+
+def feature_axis(size) -> Axis:
+    """All `size` elements of a head, in a tile of the next power of two."""
+    tile = grid.tile_size(size)
+    return axis(0, tile, None if size == tile else size)
+
+
+def tile_mask(rows: Axis, columns: Axis):
+    """The mask of a 2-D tile, None where all of it exists."""
+    views = [m[i] for m, i in ((rows.mask, (..., None)), (columns.mask, (None, ...))) if m is not None]
+    if not views:
+        return None
+    mask = views[0] if len(views) == 1 else views[0] & views[1]
+    return jnp.broadcast_to(mask, (rows.index.size, columns.index.size))
+
+
+def load(ref, mask, other):
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=other)
+
+
+def load_tile(ref, rows: Axis, columns: Axis, other=0.0):
+    """The tile ref[rows, columns]; `other` where it does not exist."""
+    return load(ref.at[rows.index[:, None], columns.index[None, :]], tile_mask(rows, columns), other)
+
+
+def load_pairs(ref, rows: Axis, columns: Axis, other):
+    """The same of an array that may have size 1 along an axis, and so has the tile."""
+    one = axis(0, 1)
+    return load_tile(ref, *(one if n == 1 else a for n, a in zip(ref.shape, (rows, columns), strict=True)), other)
+
+
+def store_tile(ref, rows: Axis, columns: Axis, value):
+    plgpu.store(ref.at[rows.index[:, None], columns.index[None, :]], value, mask=tile_mask(rows, columns))
+
+
+def dot(x, y, precision=None):
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
+
+
+def exp2(x, platform):
+    """2 ** x, fp32; results below 2^-126 are 0 on a GPU.
+
+    One instruction. What the compilers make of `jnp.exp2` guards denormal results with six more.
+    """
+    if platform is None:
+        return jnp.exp2(x)
+    asm, constraints = {
+        "cuda": ("ex2.approx.ftz.f32 $0, $1;", "=f,f"),
+        "rocm": ("v_exp_f32 $0, $1", "=v,v"),
+    }[platform]
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    (y,) = plgpu.elementwise_inline_asm(asm, args=[x], constraints=constraints, pack=1, result_shape_dtypes=[shape])
+    return y
+
+
+class Softmax(NamedTuple):
+    """The state of an online softmax over the keys so far, fp32: maximum `[rows]`, sum `[rows]`, output `[rows, V]`."""
+
+    m: jax.Array
+    l: jax.Array
+    o: jax.Array
+
+
+def empty_softmax(rows: int, columns: int) -> Softmax:
+    """No key so far."""
+    f32 = jnp.float32
+    return Softmax(jnp.full(rows, LOWEST, f32), jnp.zeros(rows, f32), jnp.zeros((rows, columns), f32))
+
+
+def softmax_step(state: Softmax, s, v, *, c, platform, precision=None) -> Softmax:
+    """The state after one more tile of keys.
+
+    Args:
+      s: logits `[rows, keys]`, fp32; -inf for a hidden key.
+      v: values `[keys, V]`; finite, also of hidden keys.
+      c: > 0; a weight is exp2(c s).
+    """
+    m, l, o = state
+    m_new = jnp.maximum(m, jnp.max(s, axis=1))
+    a = exp2(c * (m - m_new), platform)
+    p = exp2(c * (s - m_new[:, None]), platform)
+    return Softmax(m_new, a * l + jnp.sum(p, axis=1), a[:, None] * o + dot(p.astype(v.dtype), v, precision))
+
+
+def finish(state: Softmax, c):
+    """(output, lse in natural units): 0 and -inf for rows without a key."""
+    m, l, o = state
+    empty = l == 0.0
+    l = jnp.where(empty, 1.0, l)
+    return o / l[:, None], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
+
+
+def product_precision(p: Problem, platform):
+    """How a product keeps fp32 accuracy for fp32 inputs; by default it would be a single TF32 (or XF32) product."""
+    if p.dtype != jnp.float32:
+        return None
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if platform == "cuda" else lax.Precision.HIGHEST
+
+
+def logit_units(p: Problem, ins, scale):
+    """(factor of q.k, c): a logit is factor q.k, and a weight is exp2(c s)."""
+    if p.natural_logits:
+        return scale * ins["logit_factor"][0] if p.logit_factor else scale, LOG2_E
+    # c > 0, also at a scale of 0: a hidden key's (-inf - m) c has to stay -inf.
+    if p.logit_factor:
+        factor = scale * ins["logit_factor"][0]
+        return factor, jnp.maximum(jnp.abs(factor) * LOG2_E, 1e-30)
+    return scale, max(abs(scale) * LOG2_E, 1e-30)
+
+
+def query_axis(p: Problem, block) -> Axis:
+    return axis(block * p.block_q, p.block_q, p.queries if p.queries % p.block_q else None)
+
+
+def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, bias, length, rows_end):
+    """Which keys of a tile each row sees: bool `[rows or 1, keys]`."""
+    t, j = rows.index[:, None], keys.index[None, :]
+    first, end = grid.keys_of_row(p, t, length)
+    allowed = j < end
+    if p.left is not None:
+        allowed = allowed & (j >= first)
+    if not p.hides_keys:
+        return allowed
+    if p.bias is not None:
+        allowed = allowed & (bias > -jnp.inf)
+    if p.mask is not None:
+        allowed = allowed & (load_pairs(ins["mask"], rows, keys, 0) != 0)
+    if p.segments:
+        q_ids = load(ins["q_segment_ids"].at[rows.index], rows.mask, 0)
+        kv_ids = load(ins["kv_segment_ids"].at[keys.index], keys.mask, 0)
+        allowed = allowed & (q_ids[:, None] == kv_ids[None, :])
+    return allowed & (t < rows_end)
+
+
+def forward_body(ins, outs, *, p: Problem, scale, platform):
+    """One query block of one head over the keys of one split.
+
+    `outs` are results where there is one split, else the split's m, l and o for the merge.
+    """
+    _, _, block, split = grid.workgroup(pl.program_id(0), p)
+    length = ins["kv_lengths"][0] if p.kv_lengths else p.keys
+    rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if p.query_lengths else p.queries
+    first, end = grid.keys_of_block(p, block, length, rows_end)
+    rows, features, values = query_axis(p, block), feature_axis(p.key_size), feature_axis(p.value_size)
+    precision = product_precision(p, platform)
+    factor, c = logit_units(p, ins, scale)
+
+    q = load_tile(ins["q"], rows, features).astype(p.product_dtype)
+    if not p.natural_logits:
+        # The sign of the scale goes where it is exact.
+        q = q * jnp.sign(factor).astype(q.dtype) if p.logit_factor else q if scale >= 0 else -q
+
+    def step(tile, state, masked):
+        j = tile * p.block_k + lax.iota(jnp.int32, p.block_k)
+        keys = Axis(j, None if not masked else j < end if p.left is None else (first <= j) & (j < end))
+        k = load_tile(ins["k"], keys, features).astype(p.product_dtype)
+        s, bias = dot(q, k.T, precision), None
+        if p.softcap is not None:
+            s = p.softcap * jnp.tanh(s * (factor / p.softcap))
+        elif p.natural_logits:
+            s = s * factor
+        if p.bias is not None:
+            # Two finite terms stay finite.
+            bias = load_pairs(ins["bias"], rows, keys, -jnp.inf).astype(jnp.float32)
+            s = jnp.maximum(s + bias, LOWEST)
+        if masked:
+            allowed = allowed_pairs(p, ins, rows, keys, bias, length, rows_end)
+            s = jnp.where(allowed, s, -jnp.inf)
+            if p.hides_keys:
+                keys = Axis(j, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
+        v = load_tile(ins["v"], keys, values).astype(p.product_dtype)
+        return softmax_step(state, s, v, c=c, platform=platform, precision=precision)
+
+    state = empty_softmax(p.block_q, p.value_tile)
+    start, free_start, free_stop, stop = grid.key_tiles(p, block, split, length, rows_end)
+    for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
+        # A loop that is known never to run is not there.
+        if lo is not hi and not (isinstance(lo, int) and isinstance(hi, int) and lo == hi):
+            state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
+
+    if p.query_lengths:
+        there = rows.index < rows_end
+        state = state._replace(l=jnp.where(there, state.l, 0.0), o=jnp.where(there[:, None], state.o, 0.0))
+    if p.splits == 1:
+        return store_results(p, ins, outs, rows, values, state, c)
+    for name in ("m", "l"):
+        plgpu.store(outs[name].at[rows.index], getattr(state, name), mask=rows.mask)
+    store_tile(outs["o"], rows, values, state.o)
+
+
+def merge_body(ins, outs, *, p: Problem, scale, platform):
+    """One query block of one head: m, l and o of all splits to results. A split without keys has l = 0 and o = 0."""
+    _, _, block = grid.merge_program(pl.program_id(0), p)
+    rows, values = query_axis(p, block), feature_axis(p.value_size)
+    _, c = logit_units(p, ins, scale)
+
+    def step(i, state):
+        m, l = (load(ins[name].at[i, rows.index], rows.mask, other) for name, other in (("m", LOWEST), ("l", 0.0)))
+        at = (i, rows.index[:, None], values.index[None, :])
+        o = load(ins["o"].at[at], tile_mask(rows, values), 0.0)
+        m_new = jnp.maximum(state.m, m)
+        a, b = exp2(c * (state.m - m_new), platform), exp2(c * (m - m_new), platform)
+        return Softmax(m_new, a * state.l + b * l, a[:, None] * state.o + b[:, None] * o)
+
+    state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, p.value_tile))
+    store_results(p, ins, outs, rows, values, state, c)
+
+
+def store_results(p: Problem, ins, outs, rows: Axis, values: Axis, state: Softmax, c):
+    o, lse = finish(state, c)
+    if p.value_factor:
+        o = o * ins["value_factor"][0]
+    store_tile(outs["o"], rows, values, o.astype(p.out_dtype))
+    if p.returns_lse:
+        plgpu.store(outs["lse"].at[rows.index], lse, mask=rows.mask)
+
+
+def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
+    """`pl.pallas_call` with operands and results by name."""
+    # Under shard_map a result varies over the mesh axes that its operands vary over.
+    varies = jax.typeof(operands["q"]).manual_axis_type
+    return pl.pallas_call(
+        body,
+        grid=plan.grid,
+        in_specs=[plan.in_specs],
+        out_specs=plan.out_specs,
+        out_shape={
+            n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
+        },
+        compiler_params=plgpu.CompilerParams(num_warps=p.num_warps, num_stages=p.config.num_stages),
+        interpret=interpret,
+        name=name,
+    )({n: operands[n] for n in plan.in_specs})
+
+
+def attention(p: Problem, operands: dict, *, scale, platform):
+    """One launch, or two where several workgroups share a query block.
+
+    Args:
+      p: the static facts.
+      operands: q, k, v, and what p's flags name: `bias` and `mask` (int8) with 4 axes, `q_segment_ids`,
+        `kv_segment_ids`, `kv_lengths`, `query_lengths` (int32), `logit_factor`, `value_factor` (fp32 `[1]`).
+      scale: static factor of the logits.
+      platform: "cuda", "rocm", or None for interpret mode.
+
+    Returns:
+      {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
+    """
+    body, merge = (functools.partial(f, p=p, scale=scale, platform=platform) for f in (forward_body, merge_body))
+    interpret = platform is None
+    order = p.config.order
+    if p.splits == 1:
+        return call(body, f"flash_forward_{order}", p, grid.plan_forward(p), operands, interpret)
+    parts = call(body, f"flash_split_forward_{order}", p, grid.plan_split_forward(p), operands, interpret)
+    return call(merge, "flash_merge", p, grid.plan_merge(p), operands | parts, interpret)

@@ -1,0 +1,243 @@
+"""The public functions of grouped-query attention: arguments checked, defaults filled in, platform chosen."""
+
+import functools
+import numbers
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from references import gqa as reference
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def grouped_query_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    past: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    window: int | None = None,
+    sinks: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: None = None,
+) -> Array | tuple[Array, Array]:
+    """Attention of T new tokens over a cache of S keys that holds theirs already (prompt, chunk of one,
+    decode).
+
+    With `L_b = past_b + T_b` valid keys in batch row b, and query row t at the position `p = past_b + t`:
+
+        l_j     = scale q.k_j;   l = softcap tanh(l / softcap);   l = l + bias
+        allowed = j < L_b  and  (not causal or j <= p)  and  (window is None or j > p - window)
+        m   = max(max l_j, sink_h);   den = sum exp(l_j - m) + exp(sink_h - m)       over the allowed keys
+        out = sum exp(l_j - m) v_j / den;   lse = m + log(den)
+
+    Logits, maximum, sum and accumulator are fp32. Cache rows that no query row may see are never used, not
+    even where they are NaN. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives
+    recompute from the inputs. `past` and `lengths` are operands: new values compile nothing anew.
+
+    Args:
+      q: `[B, T, H, K]` in bf16, fp16, fp32 (float64: on the reference only).
+      k: `[B, S, G, K]`, past and new keys, S the capacity, in q's dtype, or in a 16-bit one where q is fp32;
+        head h reads key head `h // (H // G)`.
+      v: `[B, S, G, V]` in k's dtype; V may differ from K.
+      past: integers, scalar or `[B]`: the keys before this step; `S - T` by default.
+      lengths: integers `[B]`: the valid new tokens T_b; T by default.
+      window: how many keys a row sees, its own included (1: itself only), static; no limit by default.
+        FlashAttention, `jax.nn` and ONNX count `window - 1` instead.
+      sinks: `[H]`, any float dtype: one raw logit per query head that takes part in the softmax without a
+        value, neither scaled nor capped. 0 is smooth softmax, -inf is none.
+      bias: any float dtype, broadcastable to `[B, H, T, S]`, added after the cap. -inf hides a key.
+      softcap: cap on the logits, static, > 0; none by default.
+      scale: factor of the logits, static; `K**-0.5` by default.
+      causal: whether a row sees only keys up to its own position.
+      return_lse: whether to return the natural logarithm of the denominator too.
+      implementation: None (the best for the platform), "pallas" or "reference".
+      config: None, until there is a kernel to cut.
+
+    Returns:
+      o `[B, T, H, V]` in q's dtype, or (o, lse) with lse `[B, T, H]` in fp32. Rows from `lengths[b]` on give
+      0 and lse -inf; other rows without a key give 0 and the sink (-inf without one) as lse. Values of past
+      and lengths that are known only at run time and exceed the cache read nothing out of range: such rows
+      see what keys there are.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; the message names it. Values of past and
+        lengths are checked where they are known at trace time.
+      NotImplementedError: `implementation="pallas"`, or a config.
+
+    Source: Ainslie et al., "GQA", https://arxiv.org/abs/2305.13245; sinks as in
+    https://github.com/openai/gpt-oss.
+    """
+    arrays = dict(q=q, k=k, v=v, past=past, lengths=lengths, sinks=sinks, bias=bias)
+    options = _Options(window, softcap, scale, bool(causal), bool(return_lse))
+    if implementation not in (None, "pallas", "reference"):
+        _refuse("implementation", repr(implementation), "None, 'pallas' or 'reference'")
+    if implementation == "pallas":
+        raise NotImplementedError("no Pallas kernel exists yet for grouped_query_attention: use None or 'reference'")
+    if config is not None:
+        raise NotImplementedError(
+            f"no Pallas kernel exists yet for grouped_query_attention that config = {config!r} could cut"
+        )
+    return _grouped_query_attention(_check(arrays, options), options)
+
+
+def append_kv(
+    cache_k: ArrayLike,
+    cache_v: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    past: ArrayLike,
+    lengths: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """Writes the keys and values of new tokens behind those that a cache holds.
+
+    Token `t < lengths[b]` goes to row `past[b] + t`. Padding tokens, and tokens that do not fit, are dropped;
+    nothing is ever written out of range. Called in a jitted function that donates the caches, it updates them
+    in place.
+
+    Args:
+      cache_k: `[B, S, G, K]`, any float dtype.
+      cache_v: `[B, S, G, V]`.
+      k_new: `[B, T, G, K]` in cache_k's dtype.
+      v_new: `[B, T, G, V]` in cache_v's dtype.
+      past: integers, scalar or `[B]`: the keys that the cache holds.
+      lengths: integers `[B]`: the valid new tokens; T by default.
+
+    Returns:
+      (cache_k, cache_v), updated.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; the message names it. Values of past and
+        lengths are checked where they are known at trace time.
+    """
+    known = past, lengths
+    cache_k, cache_v, k_new, v_new, past = map(jnp.asarray, (cache_k, cache_v, k_new, v_new, past))
+    if cache_k.ndim != 4 or k_new.ndim != 4:
+        name, x = ("cache_k", cache_k) if cache_k.ndim != 4 else ("k_new", k_new)
+        _refuse(name, f"shape {x.shape}", "[B, tokens, G, K], of rank 4")
+    (B, S, G), T = cache_k.shape[:3], k_new.shape[1]
+    for name, cache, new in (("k", cache_k, k_new), ("v", cache_v, v_new)):
+        if cache.shape[:-1] != (B, S, G):
+            _refuse(f"cache_{name}", f"shape {cache.shape}", f"[B, S, G, size] with B, S, G = {(B, S, G)}")
+        if new.shape != (B, T, G, cache.shape[-1]):
+            _refuse(f"{name}_new", f"shape {new.shape}", f"[B, T, G, size] = {(B, T, G, cache.shape[-1])}")
+        if not jnp.issubdtype(cache.dtype, jnp.floating):
+            _refuse(f"cache_{name}", cache.dtype.name, "of a float dtype")
+        if new.dtype != cache.dtype:
+            _refuse(f"{name}_new", new.dtype.name, f"of cache_{name}'s dtype {cache.dtype.name}")
+    past = _checked_past(past, B)
+    lengths = None if lengths is None else _checked_lengths(jnp.asarray(lengths), B)
+    _check_fits(*known, T, S)
+    return _append_kv(cache_k, cache_v, k_new, v_new, past, lengths)
+
+
+class _Options(NamedTuple):
+    """The static arguments of grouped_query_attention."""
+
+    window: int | None
+    softcap: float | None
+    scale: float | None
+    causal: bool
+    return_lse: bool
+
+
+# No kernel exists yet, so every platform runs the reference. The kernels join here, with
+# lax.platform_dependent under a custom_jvp whose derivative is the one that stands here.
+@functools.partial(jax.jit, static_argnums=1)
+def _grouped_query_attention(arrays: dict, options: _Options):
+    # Of the forward pass nothing is kept but its inputs.
+    return jax.checkpoint(lambda arrays: reference.grouped_query_attention(**arrays, **options._asdict()))(arrays)
+
+
+_append_kv = jax.jit(reference.append_kv)
+
+
+def _refuse(name: str, got, allowed: str):
+    raise ValueError(f"{name} must be {allowed}, got {got}")
+
+
+def _check(arrays: dict, options: _Options) -> dict:
+    """Returns the arrays as jax arrays; raises ValueError naming the argument."""
+    known = arrays["past"], arrays["lengths"]
+    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    q, k, v, past, lengths, sinks, bias = arrays.values()
+    for name, x, axes in (("q", q, "[B, T, H, K]"), ("k", k, "[B, S, G, K]"), ("v", v, "[B, S, G, V]")):
+        if x.ndim != 4:
+            _refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
+        if x.dtype.name not in DTYPES:
+            _refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
+        if 0 in x.shape[2:]:
+            _refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
+    if k.dtype != q.dtype and not (q.dtype == jnp.float32 and k.dtype.itemsize == 2):
+        _refuse("k", k.dtype.name, f"of q's dtype {q.dtype.name}, or 16-bit where q is float32")
+    if v.dtype != k.dtype:
+        _refuse("v", v.dtype.name, f"of k's dtype {k.dtype.name}")
+    (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != K:
+        _refuse("k", f"shape {k.shape}", f"[B, S, G, K] with q's B = {B} and K = {K}")
+    if v.shape[:3] != k.shape[:3]:
+        _refuse("v", f"shape {v.shape}", f"[B, S, G, V] with k's B, S, G = {k.shape[:3]}")
+    if H % G:
+        _refuse("q", f"H = {H} heads", f"of a multiple of k's G = {G} heads")
+    if sinks is not None and (sinks.shape != (H,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        _refuse("sinks", f"{sinks.dtype.name} {sinks.shape}", f"floats [H] = {(H,)}")
+    if bias is not None:
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            _refuse("bias", bias.dtype.name, "of a float dtype")
+        shape, padded = (B, H, T, S), (1,) * (4 - bias.ndim) + bias.shape
+        if bias.ndim > 4 or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
+            _refuse("bias", f"shape {bias.shape}", f"broadcastable to [B, H, T, S] = {shape}")
+    window = options.window
+    if window is not None and not (isinstance(window, numbers.Integral) and 1 <= window < 2**31):
+        _refuse("window", repr(window), "None or an int from 1 (itself only) to 2**31 - 1")
+    for name in ("scale", "softcap"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, numbers.Real):
+            _refuse(name, repr(value), "None or a Python number (it is static)")
+    if options.softcap is not None and not 0 < options.softcap < float("inf"):
+        _refuse("softcap", options.softcap, "None, or > 0 and finite")
+    if past is not None:
+        arrays["past"] = _checked_past(past, B)
+    elif T > S:
+        _refuse("past", f"None with T = {T} and S = {S}", "given where k holds fewer than T keys")
+    if lengths is not None:
+        arrays["lengths"] = _checked_lengths(lengths, B)
+    _check_fits(S - T if past is None else known[0], known[1], T, S)
+    return arrays
+
+
+def _checked_past(past, B):
+    if past.shape not in ((), (B,)) or not jnp.issubdtype(past.dtype, jnp.integer):
+        _refuse("past", f"{past.dtype.name} {past.shape}", f"integers, scalar or [B] = {(B,)}")
+    return past.astype(jnp.int32)
+
+
+def _checked_lengths(lengths, B):
+    if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        _refuse("lengths", f"{lengths.dtype.name} {lengths.shape}", f"integers [B] = {(B,)}")
+    return lengths.astype(jnp.int32)
+
+
+def _check_fits(past, lengths, T, S):
+    """Refuses what does not fit into the cache, where the values are known."""
+    known = not isinstance(lengths, Tracer)
+    new = np.asarray(T if lengths is None else lengths) if known else np.asarray(0)
+    if np.any((new < 0) | (new > T)):
+        _refuse("lengths", new.tolist(), f"between 0 and T = {T}")
+    if isinstance(past, Tracer):
+        return
+    past = np.asarray(past)
+    if np.any((past < 0) | (past + new > S)):
+        _refuse("past", past.tolist(), f">= 0, with room for the {new.tolist()} new tokens in S = {S} keys")

@@ -1,0 +1,305 @@
+"""The com.microsoft.GroupQueryAttention operator of ONNX Runtime, on this package's functions."""
+
+import functools
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from gqa.api import grouped_query_attention
+from references.gqa import append
+
+
+def group_query_attention(
+    query: ArrayLike,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    past_key: ArrayLike | None = None,
+    past_value: ArrayLike | None = None,
+    seqlens_k: ArrayLike | None = None,
+    total_sequence_length: ArrayLike | None = None,
+    cos_cache: ArrayLike | None = None,
+    sin_cache: ArrayLike | None = None,
+    position_ids: ArrayLike | None = None,
+    attention_bias: ArrayLike | None = None,
+    head_sink: ArrayLike | None = None,
+    *,
+    query_seqlens: ArrayLike | None = None,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    local_window_size: int = -1,
+    do_rotary: int = 0,
+    rotary_interleaved: int = 0,
+    smooth_softmax: int = 0,
+    qk_output: int = 0,
+    num_outputs: int = 3,
+    implementation: str | None = None,
+    config: None = None,
+) -> tuple[Array, Array, Array]:
+    """Rotates q and k, appends k and v to the cache, attends over it: one node of an ONNX graph.
+
+    Inputs and attributes have the operator's names, and the inputs its order:
+    https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
+
+    How many tokens `T_b` of batch row b are new, and how many keys `past_b` stand before them:
+
+        with query_seqlens:                    T_b = query_seqlens[b],    past_b = seqlens_k[b] + 1 - T_b
+        else, T == total_sequence_length:      T_b = seqlens_k[b] + 1,    past_b = 0              (a prompt)
+        else:                                  T_b = T,                   past_b = seqlens_k[b] + 1 - T
+
+    Composes with jit: the arrays may be traced, with one exception (total_sequence_length).
+
+    Args:
+      query: `[B, T, H K]`, or packed `[B, T, H K + G K + G K]` (then key and value are None), in fp32, fp16
+      or bf16. key: `[B, T, G K]`. value: `[B, T, G V]`. past_key: `[B, G, P, K]`, the cache: P is the number
+      of past keys, or the capacity of a shared buffer. past_value: `[B, G, P, V]`. seqlens_k: int32 `[B]`,
+      the *index* of each row's last valid key: valid keys minus 1. total_sequence_length: int32 scalar, the
+      most valid keys of any row. The present caches are as long as the past
+        where that holds the total already; only then may the total be traced. Else they have the total's
+        length.
+      cos_cache: `[positions, K / 2]`, or fewer columns: half of the part of each head that is rotated, the
+      first one. sin_cache: likewise. position_ids: int `[B, T]`, the positions to rotate by; `past_b + t` by
+      default. attention_bias: `[B or 1, H or 1, T, up to the present length]`, added to the capped logits.
+      head_sink: `[H]`, one more logit in each row's denominator. query_seqlens: int32 `[B]`, the valid new
+      tokens of each row. num_heads: H. kv_num_heads: G. scale: factor of the logits; 0 is `K**-0.5`.
+      softcap: cap on the logits; 0 is none. local_window_size: keys that a row sees, its own included; -1 is
+      no limit; 0 gives rows of zeros. do_rotary: 1 rotates q and k (https://arxiv.org/abs/2104.09864).
+      rotary_interleaved: 1 pairs neighbours `(2 i, 2 i + 1)`, 0 pairs halves `(i, i + size / 2)`.
+      smooth_softmax: 1 is a head_sink of 0; a head_sink that is given wins. qk_output: 0, 1 or 2: which
+      logits the fourth output would hold. num_outputs: of the node; the fourth, output_qk, is not made here.
+      implementation: as in `grouped_query_attention`. config: as in `grouped_query_attention`.
+
+    Returns:
+      output `[B, T, H V]` in query's dtype, zeros in the rows from `T_b` on (ONNX Runtime leaves them
+      unspecified), and present_key, present_value `[B, G, present length, size]`.
+
+    Raises:
+      ValueError: an input of the wrong shape or value, or missing; the message names it.
+      NotImplementedError: `num_outputs=4`; what `grouped_query_attention` cannot do.
+    """
+    if num_outputs > 3:
+        raise NotImplementedError(f"the fourth output, output_qk (qk_output = {qk_output}), is not available")
+    for name, flag, allowed in (
+        ("do_rotary", do_rotary, (0, 1)),
+        ("rotary_interleaved", rotary_interleaved, (0, 1)),
+        ("smooth_softmax", smooth_softmax, (-1, 0, 1)),
+        ("qk_output", qk_output, (0, 1, 2)),
+    ):
+        if flag not in allowed:
+            _refuse(name, flag, f"one of {allowed}")
+    if local_window_size < -1:
+        _refuse("local_window_size", local_window_size, "-1 (no limit) or >= 0")
+    if min(num_heads, kv_num_heads) < 1 or num_heads % kv_num_heads:
+        _refuse("num_heads", num_heads, f"a multiple of kv_num_heads = {kv_num_heads}")
+    query = jnp.asarray(query)
+    q, k, v = _split(query, key, value, num_heads, kv_num_heads)
+    (B, T), G = q.shape[:2], kv_num_heads
+    if (past_key is None) != (past_value is None):
+        _refuse("past_key" if past_key is None else "past_value", None, "given together with the other cache")
+    caches = [None if x is None else jnp.asarray(x) for x in (past_key, past_value)]
+    for name, cache, new in zip(("past_key", "past_value"), caches, (k, v), strict=True):
+        if cache is None:
+            continue
+        size = new.shape[-1]
+        if cache.ndim != 4 or (*cache.shape[:2], cache.shape[3]) != (B, G, size):
+            _refuse(name, f"shape {cache.shape}", f"[B, G, P, size] with B, G, size = {(B, G, size)}")
+        if cache.dtype != query.dtype:
+            _refuse(name, cache.dtype.name, f"of query's dtype {query.dtype.name}")
+    seqlens_k = _row_integers("seqlens_k", seqlens_k, B)
+    query_seqlens = None if query_seqlens is None else _row_integers("query_seqlens", query_seqlens, B)
+    present_length = _present_length(total_sequence_length, caches[0], query_seqlens is None, T)
+    rotary = None
+    if do_rotary:
+        rotary = _rotary_tables(cos_cache, sin_cache, k.shape[-1])
+    if position_ids is not None:
+        position_ids = jnp.asarray(position_ids)
+        if position_ids.shape != (B, T) or not jnp.issubdtype(position_ids.dtype, jnp.integer):
+            _refuse("position_ids", f"{position_ids.dtype.name} {position_ids.shape}", f"integers {(B, T)}")
+        position_ids = position_ids.astype(jnp.int32)
+    if attention_bias is not None:
+        attention_bias = jnp.asarray(attention_bias)
+        columns = attention_bias.shape[-1] if attention_bias.ndim == 4 else present_length + 1
+        if columns > present_length:
+            shape = "[B or 1, H or 1, T, columns]"
+            _refuse("attention_bias", f"shape {attention_bias.shape}", f"{shape} with at most {present_length}")
+    if head_sink is not None:
+        sinks = jnp.asarray(head_sink)
+        if sinks.shape != (num_heads,):
+            _refuse("head_sink", f"shape {sinks.shape}", f"[H] = {(num_heads,)}")
+    else:
+        sinks = jnp.zeros(num_heads, jnp.float32) if smooth_softmax == 1 else None
+    options = _Options(
+        present_length=present_length,
+        window=int(local_window_size),
+        softcap=float(softcap) or None,
+        scale=float(scale) or None,
+        interleaved=bool(rotary_interleaved),
+        implementation=implementation,
+        config=config,
+    )
+    arrays = dict(
+        qkv=(q, k, v),
+        caches=tuple(caches),
+        last=seqlens_k,
+        total=jnp.asarray(total_sequence_length, jnp.int32).reshape(()),
+        lengths=query_seqlens,
+        rotary=rotary,
+        positions=position_ids,
+        bias=attention_bias,
+        sinks=sinks,
+    )
+    return _run(arrays, options)
+
+
+class _Options(NamedTuple):
+    """The static arguments."""
+
+    present_length: int
+    window: int
+    softcap: float | None
+    scale: float | None
+    interleaved: bool
+    implementation: str | None
+    config: None
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _run(arrays: dict, options: _Options):
+    q, k, v = arrays["qkv"]
+    B, T, H, _ = q.shape
+    valid = arrays["last"] + 1
+    if arrays["lengths"] is None:
+        is_prompt = arrays["total"] == T
+        lengths = jnp.where(is_prompt, valid, T)
+        past = jnp.where(is_prompt, 0, valid - T)
+    else:
+        lengths = arrays["lengths"]
+        past = valid - lengths
+
+    if arrays["rotary"] is not None:
+        positions = arrays["positions"]
+        if positions is None:
+            positions = past[:, None] + jnp.arange(T, dtype=jnp.int32)
+        cos, sin = arrays["rotary"]
+        q, k = (_rotate(x, positions, cos, sin, options.interleaved) for x in (q, k))
+
+    present = []
+    for cache, new in zip(arrays["caches"], (k, v), strict=True):
+        missing = options.present_length - (0 if cache is None else cache.shape[2])
+        if cache is None:
+            cache = jnp.zeros((B, new.shape[2], missing, new.shape[3]), new.dtype)
+        elif missing:
+            cache = jnp.pad(cache, ((0, 0), (0, 0), (0, missing), (0, 0)))
+        present.append(append(cache, new, past, lengths, head_first=True))
+
+    V = v.shape[-1]
+    if options.window == 0:
+        return jnp.zeros((B, T, H * V), q.dtype), *present
+    bias = arrays["bias"]
+    if bias is not None:
+        # Columns beyond the bias are keys beyond every row's length.
+        bias = jnp.pad(bias, ((0, 0),) * 3 + ((0, options.present_length - bias.shape[-1]),))
+    # A view for the reference, which puts heads first itself.
+    k, v = (jnp.swapaxes(cache, 1, 2) for cache in present)
+    o = grouped_query_attention(
+        q,
+        k,
+        v,
+        past=past,
+        lengths=lengths,
+        window=None if options.window == -1 else options.window,
+        sinks=arrays["sinks"],
+        bias=bias,
+        softcap=options.softcap,
+        scale=options.scale,
+        implementation=options.implementation,
+        config=options.config,
+    )
+    return cast(Array, o).reshape(B, T, H * V), *present
+
+
+def _rotate(x, positions, cos, sin, interleaved):
+    """x `[B, T, heads, size]`; of each head the first `2 cos.shape[1]` numbers are rotated, in pairs."""
+    half = cos.shape[1]
+    cos, sin = (jnp.take(table, positions, axis=0, mode="clip")[:, :, None] for table in (cos, sin))
+    turned, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+    pair = a * cos - b * sin, a * sin + b * cos
+    turned = jnp.stack(pair, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def _refuse(name: str, got, allowed: str):
+    raise ValueError(f"{name} must be {allowed}, got {got}")
+
+
+def _split(query, key, value, H, G):
+    """q `[B, T, H, K]`, k `[B, T, G, K]`, v `[B, T, G, V]`."""
+    if query.ndim != 3:
+        _refuse("query", f"shape {query.shape}", "[B, T, hidden]")
+    if (key is None) != (value is None):
+        _refuse("key" if key is None else "value", None, "given together with the other, or packed into query")
+    B, T, hidden = query.shape
+    if key is None:
+        if hidden % (H + 2 * G):
+            _refuse("query", f"shape {query.shape}", f"packed, [B, T, a multiple of H + 2 G = {H + 2 * G}]")
+        K = hidden // (H + 2 * G)
+        parts = query[..., : H * K], query[..., H * K : (H + G) * K], query[..., (H + G) * K :]
+    else:
+        parts = query, jnp.asarray(key), jnp.asarray(value)
+    for name, x, heads in zip(("query", "key", "value"), parts, (H, G, G), strict=True):
+        if x.ndim != 3 or x.shape[:2] != (B, T) or x.shape[2] % heads:
+            _refuse(name, f"shape {x.shape}", f"[B, T, heads size] with B, T, heads = {(B, T, heads)}")
+        if x.dtype != query.dtype:
+            _refuse(name, x.dtype.name, f"of query's dtype {query.dtype.name}")
+    return (x.reshape(B, T, heads, -1) for x, heads in zip(parts, (H, G, G), strict=True))
+
+
+def _row_integers(name, x, B):
+    if x is None:
+        _refuse(name, None, f"integers [B] = {(B,)}")
+    x = jnp.asarray(x)
+    if x.size != B or not jnp.issubdtype(x.dtype, jnp.integer):
+        _refuse(name, f"{x.dtype.name} {x.shape}", f"integers [B] = {(B,)}")
+    return x.reshape(B).astype(jnp.int32)
+
+
+def _present_length(total, past, no_query_seqlens, T):
+    capacity = 0 if past is None else past.shape[2]
+    if total is None:
+        _refuse("total_sequence_length", None, "an integer")
+    if isinstance(total, Tracer):
+        if past is None:
+            _refuse(
+                "total_sequence_length",
+                "a traced value",
+                "a Python int where no past holds the total already",
+            )
+        return capacity
+    total = int(np.asarray(total).reshape(()))
+    if past is None and no_query_seqlens and total != T:
+        _refuse("total_sequence_length", total, f"T = {T} where there is no past")
+    if no_query_seqlens and not T <= total <= capacity + T:
+        _refuse("total_sequence_length", total, f"between T = {T} and P + T = {capacity + T}")
+    return max(total, capacity)
+
+
+def _rotary_tables(cos, sin, size):
+    """Both in fp32."""
+    for name, table in (("cos_cache", cos), ("sin_cache", sin)):
+        if table is None:
+            _refuse(name, None, "given where do_rotary is 1")
+    cos, sin = jnp.asarray(cos), jnp.asarray(sin)
+    for name, table in (("cos_cache", cos), ("sin_cache", sin)):
+        if table.ndim != 2 or table.shape != cos.shape or 2 * table.shape[1] > size:
+            _refuse(name, f"shape {table.shape}", f"[positions, at most {size // 2}], the same for both")
+    return cos.astype(jnp.float32), sin.astype(jnp.float32)
