@@ -21,7 +21,7 @@ Precision. Sums, gates, the inverse and the carried state are fp32. A product's 
     fp16   S, R = V - key_in K S and U are kept relative to a power of two, one for each column of V in each chunk,
            about the norm of that column of V and S: a state of 65536 stays finite, and small values stay normal.
     bf16   `solve` and R enter their product as two terms, x = hi + lo. What is left is the rounding of S, U, score and
-           the output; with one term each the error is 3.6e-3 to 4.7e-3, about the 4e-3 that is promised.
+           the output; with one term each the error is 3.6e-3 to 4.7e-3, around the 4e-3 that is promised.
 """
 
 import functools
@@ -205,7 +205,7 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
     # D = coarse + fine. Differences of D keep fp32 accuracy, which one sum would lose after a strong gate: next to
     # -316 an ulp is 3e-5. The coarse sums are exact, and the fine ones are below 2^-3.
     g = jnp.maximum(g, LOWEST_LOG_DECAY)
-    coarse = (g / GATE_STEP).astype(jnp.int32).astype(jnp.float32) * GATE_STEP
+    coarse = jnp.floor(g / GATE_STEP) * GATE_STEP
     fine = g - coarse
     coarse_end, fine_end = jnp.sum(coarse), jnp.sum(fine)
     coarse, fine = jnp.cumsum(coarse), jnp.cumsum(fine)
@@ -240,10 +240,14 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
 
 
 def scan_body(ins, outs, *, p: Problem, architecture):
-    """Pass (b), one head and one slice of V: carries the state [K, V / dv_splits] over the chunks of a window.
+    """Pass (b), one head and one slice of V: carries the state over the chunks of a window.
+
+    All tiles are held transposed: S^T [V / dv_splits, K], R^T and U^T [V / dv_splits, C]. A warp then owns rows of V,
+    and S, R and U pass from one product to the next in its registers. fp16 keeps `state` in units of `unit`, one for
+    each row.
 
     `ins["initial_state"]` (optional) has each sequence's initial state. `outs["carry"]` (optional, in place) takes the
-    from window to window; where final states are asked for it is their buffer and has a row for each sequence.
+    state from window to window; where final states are asked for it is their buffer, a row for each sequence.
     """
     b, _, part = grid.scan_program(pl.program_id(0), p.heads, p.config.dv_splits)
     first = ins["window"][0] * p.window_chunks

@@ -155,6 +155,15 @@ def test_carry_chain(gfx9, rdna, formula):
         assert w.read_mask(4)[0].tolist() == [not 0 <= x < 2**32 for x in exact]
 
 
+def test_null_swallows_a_carry():
+    line = "v_add_co_ci_u32_e64 v6, null, v0, v2, s8"
+    assembles(line, "gfx1151")
+    w = run_lines([line, "v_add_co_u32 v7, null, v0, v2"], "gfx1151", [(0, 2**32 - 1), (2, 1)], [(8, 1)])
+    assert w.vgpr_u32[6][0, :2].tolist() == [1, 0] and not w.vgpr_u32[7].any()
+    # Its number belongs to no other register.
+    assert w.sgprs[0, 125] == 0 and w.sgprs[0, 126] == 2**32 - 1
+
+
 def test_mad64_carry_is_bit_64():
     w = run_lines(
         ["v_mad_u64_u32 v[6:7], s[4:5], v0, v1, v[2:3]", "v_mad_i64_i32 v[8:9], s[6:7], v0, v1, v[2:3]"],
