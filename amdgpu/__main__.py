@@ -6,8 +6,9 @@
     python -m amdgpu my_module:my_function --shapes "bf16[1,4096,32,128]" "f32[32]" --static causal=True
     python -m amdgpu my_module:my_function --shapes "f32[64,64]" --run --reference my_module:my_reference
 
-Needs no GPU, only the extra `isa`. Exit status: 0; 1 where a kernel does not compile, does not fit the chip,
-or (with `--run`) computes something else than its reference; 2 for arguments that make no sense.
+Needs no GPU, only the extra `isa`. Exit status: 0; 1 where a kernel does not compile, has a fault (it does not fit
+the chip, touches scratch memory in a loop, or multiplies in a loop without matrix instructions), or (with `--run`)
+computes something else than its reference; 2 for arguments that make no sense.
 """
 
 import argparse
@@ -135,8 +136,7 @@ def _examine(work: shipped.Work, folder: pathlib.Path | None, say) -> tuple[dict
     say(table(reports))
     if folder is not None:
         _write_code(reports, folder / f"{work.arch}_{re.sub(r'[^A-Za-z0-9.]+', '_', work.name)}")
-    fits = all(r.occupancy.workgroups_per_cu > 0 for r in reports)
-    return found | {"kernels": [r.as_dict() for r in reports]}, fits
+    return found | {"kernels": [r.as_dict() for r in reports]}, not any(r.faults for r in reports)
 
 
 def _write_code(reports: list[isa.KernelReport], folder: pathlib.Path) -> None:

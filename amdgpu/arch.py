@@ -60,6 +60,8 @@ class Arch:
     max_waves_per_simd: int
     # Workgroups of more than one wave that a CU can hold: it has that many barriers (a WGP twice as many).
     max_workgroups_per_cu: int
+    # Whether there are matrix instructions for fp32 operands. All chips here have them for 16 and 8 bits.
+    fp32_matrix: bool
     source: str
 
 
@@ -84,6 +86,7 @@ ARCHITECTURES = (
         sgpr_granule=16,
         max_waves_per_simd=8,  # LLVM
         max_workgroups_per_cu=16,
+        fp32_matrix=True,  # CDNA3: v_mfma_f32_16x16x4_f32
         source="CDNA3 ISA; LLVM AMDGPU usage; MI300X data sheet",
     ),
     Arch(
@@ -106,6 +109,7 @@ ARCHITECTURES = (
         sgpr_granule=16,
         max_waves_per_simd=8,
         max_workgroups_per_cu=16,
+        fp32_matrix=True,  # CDNA4: v_mfma_f32_16x16x4_f32
         source="CDNA4 ISA; LLVM AMDGPU usage; MI355X data sheet",
     ),
     Arch(
@@ -128,6 +132,7 @@ ARCHITECTURES = (
         sgpr_granule=128,
         max_waves_per_simd=16,  # LLVM
         max_workgroups_per_cu=16,
+        fp32_matrix=False,  # RDNA3: WMMA takes 16 bits and fewer
         source="RDNA3 ISA; LLVM AMDGPU usage; ROCm hardware table",
     ),
     Arch(
@@ -150,6 +155,7 @@ ARCHITECTURES = (
         sgpr_granule=128,
         max_waves_per_simd=16,
         max_workgroups_per_cu=16,
+        fp32_matrix=False,  # RDNA3.5: WMMA takes 16 bits and fewer
         source="RDNA3.5 ISA; LLVM AMDGPU usage; ROCm hardware table",
     ),
     Arch(
@@ -172,6 +178,7 @@ ARCHITECTURES = (
         sgpr_granule=128,
         max_waves_per_simd=16,
         max_workgroups_per_cu=16,
+        fp32_matrix=False,  # RDNA4: WMMA takes 16 bits and fewer
         source="RDNA4 ISA; LLVM AMDGPU usage; ROCm hardware table",
     ),
 )

@@ -70,6 +70,8 @@ class Instruction:
     line: int
     opcode: str
     operands: str
+    # Line of the compiled file (`.loc`) that it was made from; 0 where the text does not say.
+    source: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Loop:
     counts: dict[str, int]
     # Matrix instructions by opcode.
     matrix_kinds: dict[str, int]
+    # What was counted.
+    code: tuple[Instruction, ...] = dataclasses.field(repr=False)
 
     @property
     def instructions(self) -> int:
@@ -145,6 +149,7 @@ def metadata(text: str, key: str) -> int:
 
 
 _LABEL = re.compile(r"^([A-Za-z_.$][\w.$]*):")
+_SOURCE = re.compile(r"^\.loc\s+\d+\s+(\d+)")
 _BRANCH = re.compile(r"^s_(c?branch)")
 _ENDS = "s_endpgm"
 # These go where the text does not say.
@@ -157,7 +162,8 @@ def blocks(text: str) -> list[Block]:
     Raises:
         ValueError: a branch to a label that the text does not have, or a jump to a computed address.
     """
-    pieces = [("entry", [])]
+    pieces: list[tuple[str, list[Instruction]]] = [("entry", [])]
+    source = 0
     for number, line in enumerate(text.splitlines(), 1):
         line = line.split(";")[0].split("//")[0].strip()
         label = _LABEL.match(line)
@@ -166,13 +172,15 @@ def blocks(text: str) -> list[Block]:
                 break
             pieces.append((label[1], []))
             line = line[label.end() :].strip()
+        if location := _SOURCE.match(line):
+            source = int(location[1])
         # Directives start with a dot; what follows the code is data.
         if not line or line.startswith("."):
             continue
         opcode, _, operands = line.partition(" ")
         if opcode.startswith(_COMPUTED):
             raise ValueError(f"line {number}: {opcode} jumps to a computed address, so loops cannot be found")
-        pieces[-1][1].append(Instruction(number, opcode, operands.strip()))
+        pieces[-1][1].append(Instruction(number, opcode, operands.strip(), source))
         if _BRANCH.match(opcode) or opcode.startswith(_ENDS):
             pieces.append((f"after line {number}", []))
     where = {label: i for i, (label, _) in enumerate(pieces)}
@@ -230,6 +238,7 @@ def loops(text: str) -> list[Loop]:
                     innermost=not nested,
                     counts=count_classes(own),
                     matrix_kinds=count_matrix_kinds(own),
+                    code=tuple(own),
                 ),
             )
             inside |= component

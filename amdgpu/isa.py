@@ -7,6 +7,7 @@ differ. This is static evidence and no timing: what a kernel asks of the chip, n
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from amdgpu import arch as architectures
@@ -91,14 +92,39 @@ class KernelReport:
         """Instructions inside any loop that touch scratch memory."""
         return sum(loop.counts["scratch"] for loop in self.loops)
 
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What no kernel should be shipped with, a sentence each; empty where all is well.
+
+        - It does not fit the chip: a workgroup's LDS or a wave's registers.
+        - A loop touches scratch memory: registers spilled there are stored and loaded in every round.
+        - A loop multiplies tiles (`tt.dot`) without matrix instructions, though the chip has them for the operands.
+        """
+        found = [] if self.occupancy.workgroups_per_cu else [self.occupancy.reason]
+        dots = _dots(self.kernel.call.ttir)
+        for loop in self.loops:
+            if loop.counts["scratch"]:
+                found.append(
+                    f"loop {loop.label}: {loop.counts['scratch']} instructions touch scratch memory "
+                    f"({self.spilled_vgprs} vector registers spilled, {self.scratch_bytes} B of scratch a lane)"
+                )
+            made = {i.source for i in loop.code}
+            by_matrix = {i.source for i in loop.code if assembly.instruction_class(i.opcode) == "matrix"}
+            for line in sorted((made - by_matrix) & dots.keys()):
+                element, precision, text = dots[line]
+                if _has_matrix_instruction(self.arch, element, precision):
+                    found.append(f"loop {loop.label}: no matrix instruction for {text} (line {line} of the Triton IR)")
+        return tuple(found)
+
     def as_dict(self) -> dict:
         """Everything but the machine code, ready for JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "kernel"}
         fields["occupancy"] = dataclasses.asdict(self.occupancy)
         fields["grid"] = list(self.grid)
+        fields["faults"] = list(self.faults)
         fields["loops"] = [
             {
-                **dataclasses.asdict(loop),
+                **{f.name: getattr(loop, f.name) for f in dataclasses.fields(loop) if f.name != "code"},
                 "instructions": loop.instructions,
                 "instructions_per_matrix": loop.instructions_per_matrix,
                 "counts_per_matrix": loop.counts_per_matrix,
@@ -230,6 +256,26 @@ def occupancy(
         limiter=" and ".join(limiting),
         reason=f"{' and '.join(words[name] for name in limiting)}: {least or 'none fits'} a {unit}",
     )
+
+
+_DOT = re.compile(r"\btt\.dot .*?(?:inputPrecision = (\w+) )?: tensor<([\dx]+)x(\w+)> \* tensor<([\dx]+)x\w+>")
+
+
+def _dots(ttir: str) -> dict[int, tuple[str, str, str]]:
+    """The products of tiles in Triton IR: line -> (element of the operands, precision asked for, in words)."""
+    found = {}
+    for number, line in enumerate(ttir.splitlines(), 1):
+        if match := _DOT.search(line):
+            precision, a, element, b = match.groups()
+            found[number] = element, precision or "", f"the product of {a} and {b} {element}"
+    return found
+
+
+def _has_matrix_instruction(arch: str, element: str, precision: str) -> bool:
+    if element == "f64":
+        return False
+    # bf16x3 and bf16x6 are products of bf16 terms.
+    return element != "f32" or precision.startswith("bf16") or architectures.facts(arch).fp32_matrix
 
 
 def _round_up(n: int, step: int) -> int:

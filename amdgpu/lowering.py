@@ -223,7 +223,9 @@ def _simplified(triton, path: pathlib.Path, target, options: dict) -> str:
     backend.load_dialects(context)
     module = ir.parse_mlir_module(str(path), context)
     module.context = context
-    return str(backend.make_ttir(module, {}, backend.parse_options(options)))
+    text = str(backend.make_ttir(module, {}, backend.parse_options(options)))
+    # Its locations name the file: without a folder that differs each time, Triton finds the kernel in its cache.
+    return text.replace(f"{path.parent}{os.sep}", "")
 
 
 def _stderr_of(run: Callable) -> str:

@@ -27,18 +27,13 @@ _LOOP_HEAD = ("loop", "depth", "instructions", "per matrix", *CLASSES, "matrix o
 
 
 def table(reports: Sequence[KernelReport]) -> str:
-    """Two tables: kernels, then their loops; a nested one is indented and left out of the one around it."""
+    """Two tables: kernels, then their loops, a nested one indented and left out of the one around it; then the faults."""
     text = _columns([_KERNEL_HEAD, *(_kernel_row(r) for r in reports)], left=(0, 1, 11))
     rows = [_loop_row(r, loop) for r in reports for loop in r.loops]
     text += (
         "\n\n" + _columns([_LOOP_HEAD, *rows], left=(0, len(_LOOP_HEAD) - 1)) if rows else "\n\n  no loops"
     )
-    warnings = [
-        f"\n  {r.name} touches scratch memory inside a loop: {r.scratch_in_loops} instructions"
-        for r in reports
-        if r.scratch_in_loops
-    ]
-    return text + "".join(warnings)
+    return text + "".join(f"\n  FAULT  {r.name}: {fault}" for r in reports for fault in r.faults)
 
 
 def _kernel_row(r: KernelReport) -> tuple[str, ...]:

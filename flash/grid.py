@@ -156,14 +156,6 @@ class Problem:
         return self.config.splits
 
     @property
-    def key_tile(self) -> int:
-        return tile_size(self.key_size)
-
-    @property
-    def value_tile(self) -> int:
-        return tile_size(self.value_size)
-
-    @property
     def hides_keys(self) -> bool:
         """Whether more than a row's position decides which keys it sees."""
         return self.bias is not None or self.mask is not None or self.segments
@@ -187,6 +179,23 @@ class Problem:
 def tile_size(size: int) -> int:
     """The power of two >= 16 that a tile takes along an axis of `size`; the rest is masked."""
     return max(16, pl.next_power_of_2(size))
+
+
+def parts(size: int, most: int) -> list[tuple[int, int]]:
+    """(start, tile) of the tiles that cover `size` elements of a head, each a power of two from 16 to `most`.
+
+    Where two tiles waste less than one, two: 192 is 128 + 64, and 160 is 128 + 32; but 112 is 128.
+    """
+    found, start = [], 0
+    while start < size:
+        rest = size - start
+        tile = whole = tile_size(rest)
+        if whole > 16 and whole // 2 + tile_size(rest - whole // 2) < whole:
+            tile = whole // 2
+        tile = min(tile, most)
+        found.append((start, tile))
+        start += tile
+    return found
 
 
 def group_of(head, heads, groups):

@@ -1,21 +1,21 @@
 """Flash attention: the forward kernel, its split form, and the merge of splits.
 
-For a block of query rows, tile after tile of keys, with s the logits of a tile (natural units are c s) and V its values
+For a block of query rows, tile after tile of keys, with s the logits of a tile and V its values,
 
-    m' = max(m, rowmax s);  p = exp2(c (s - m'));  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(c (m - m'))
+    m' = max(m, rowmax s);  p = exp2(c s - c m');  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(c (m - m'))
 
-from m = lowest finite number, l = 0, o = 0; in the end o / l, and lse = log(l) + m c / log2(e). This is the online
-softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867, as FlashAttention-2 runs it,
+from m = `lowest_logit`, l = 0, o = 0; in the end o / l, and lse = (c m + log2 l) / log2(e). This is the online softmax
+of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867, as FlashAttention-2 runs it,
 https://arxiv.org/abs/2307.08691.
 
-Plain logits are q.k, unscaled, and c is scale log2(e): the scale costs nothing of its own. The difference comes before
-the factor: as c s - c m a compiler may contract it to one rounding of c s - (c m), which at logits of 1e11 is thousands
-off 0 for equal s and m. With a softcap or a bias, s is capped and biased in natural units, and c is log2(e).
+Plain logits are q.k, unscaled, and c is scale log2(e): the scale costs nothing of its own. With a softcap or a bias, s is
+scaled, capped and biased first, and c is log2(e).
 
-A hidden key has s = -inf. m is finite from the start, so that rows without a key so far have p = exp2(-inf) = 0 and
-a = 1. Values of keys that no row of the block sees are not loaded, so 0 times NaN does not arise.
+A hidden key has s = -inf. m is finite from the start, so rows without a key so far have p = exp2(-inf) = 0 and a = 1.
+Values of keys that no row of the block sees are not loaded, so 0 times NaN does not arise.
 
-m, l, o and s are fp32; p is rounded to the dtype of V for its product.
+m, l, o and s are fp32; p is rounded to the dtype of V for its product. Heads whose size is no power of two are walked in
+parts (`grid.parts`), so q, k, v and o are lists of tiles.
 """
 
 import functools
@@ -32,7 +32,8 @@ from flash import grid
 from flash.grid import Problem
 
 LOG2_E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)
+# Where c |m| is larger, its rounding error may reach 2^4, and more than a weight of 2^16 in fp16 can take.
+LARGE_EXPONENT = 2.0**28
 
 
 class Axis(NamedTuple):
@@ -48,10 +49,9 @@ def axis(start, tile, size=None) -> Axis:
     return Axis(index, None if size is None else index < size)
 
 
-def feature_axis(size) -> Axis:
-    """All `size` elements of a head, in a tile of the next power of two."""
-    tile = grid.tile_size(size)
-    return axis(0, tile, None if size == tile else size)
+def feature_axes(size, most) -> list[Axis]:
+    """The `size` elements of a head, in parts."""
+    return [axis(start, tile, size if start + tile > size else None) for start, tile in grid.parts(size, most)]
 
 
 def tile_mask(rows: Axis, columns: Axis):
@@ -86,49 +86,87 @@ def dot(x, y, precision=None):
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
 
 
-def exp2(x, platform):
-    """2 ** x, fp32; results below 2^-126 are 0 on a GPU.
+def exp2(x, target):
+    """2 ** x, fp32; on a GPU by one instruction, which makes results below 2^-126 zero.
 
-    One instruction. What the compilers make of `jnp.exp2` guards denormal results with six more.
+    What compilers make of `jnp.exp2` spends six more on those results. AMD chips that are not named here get it
+    nevertheless: a compiler does not see what an assembly text needs of the instructions after it.
     """
-    if platform is None:
+    if target == "cuda":
+        asm, constraints, pack = "ex2.approx.ftz.f32 $0, $1;", "=f,f", 1
+    elif target in ("gfx942", "gfx950", "gfx1151"):
+        # Eight at a time, in place.
+        pack = 8 if x.ndim == 2 else 1
+        lines = [f"v_exp_f32 ${i}, ${i}" for i in range(pack)]
+        # gfx9: a vector instruction right after may not read the result (LLVM: hasTransForwardingHazard).
+        asm = "\n".join(lines if target == "gfx1151" else [*lines, "s_nop 0"])
+        constraints = ",".join(["=v"] * pack + [str(i) for i in range(pack)])
+    else:
         return jnp.exp2(x)
-    asm, constraints = {
-        "cuda": ("ex2.approx.ftz.f32 $0, $1;", "=f,f"),
-        "rocm": ("v_exp_f32 $0, $1", "=v,v"),
-    }[platform]
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    (y,) = plgpu.elementwise_inline_asm(asm, args=[x], constraints=constraints, pack=1, result_shape_dtypes=[shape])
+    (y,) = plgpu.elementwise_inline_asm(
+        asm, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[shape]
+    )
     return y
 
 
+def round_weights(p, dtype, target):
+    """p >= 0, fp32, rounded to `dtype`."""
+    if dtype == jnp.bfloat16 and target in ("gfx942", "gfx1100", "gfx1151", "gfx1201"):
+        # These chips cannot round to bf16. What the compiler does instead takes 4 times as many instructions; this
+        # differs from it where p lies half way between two bf16 numbers.
+        bits = lax.bitcast_convert_type(p, jnp.uint32) + jnp.uint32(0x8000)
+        return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)
+    return p.astype(dtype)
+
+
 class Softmax(NamedTuple):
-    """The state of an online softmax over the keys so far, fp32: maximum `[rows]`, sum `[rows]`, output `[rows, V]`."""
+    """An online softmax over the keys so far, fp32: maximum `[rows]`, sum `[rows]`, output `[rows, part of V]` each."""
 
     m: jax.Array
     l: jax.Array
-    o: jax.Array
+    o: list[jax.Array]
 
 
-def empty_softmax(rows: int, columns: int) -> Softmax:
+def lowest_logit(c):
+    """Where a maximum starts: 2 c times it is finite. Logits below weigh nothing, or all the same in a row of them."""
+    return -5e37 / (max(c, 1.0) if isinstance(c, float) else jnp.maximum(c, 1.0))
+
+
+def empty_softmax(rows: int, parts: list[Axis], c) -> Softmax:
     """No key so far."""
-    f32 = jnp.float32
-    return Softmax(jnp.full(rows, LOWEST, f32), jnp.zeros(rows, f32), jnp.zeros((rows, columns), f32))
+    o = [jnp.zeros((rows, part.index.size), jnp.float32) for part in parts]
+    return Softmax(jnp.full(rows, lowest_logit(c), jnp.float32), jnp.zeros(rows, jnp.float32), o)
 
 
-def softmax_step(state: Softmax, s, v, *, c, platform, precision=None) -> Softmax:
+def power_of_two_from(c):
+    """The smallest power of two >= c, for c > 0."""
+    if isinstance(c, float):
+        return 2.0 ** math.ceil(math.log2(c))
+    bits = (lax.bitcast_convert_type(c, jnp.int32) + 0x7FFFFF) >> 23 << 23
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
     """The state after one more tile of keys.
 
     Args:
       s: logits `[rows, keys]`, fp32; -inf for a hidden key.
-      v: values `[keys, V]`; finite, also of hidden keys.
+      v: values `[keys, part of V]` each; finite, also of hidden keys.
       c: > 0; a weight is exp2(c s).
+      target, precision: as in `exp2` and `dot`.
     """
     m, l, o = state
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
-    a = exp2(c * (m - m_new), platform)
-    p = exp2(c * (s - m_new[:, None]), platform)
-    return Softmax(m_new, a * l + jnp.sum(p, axis=1), a[:, None] * o + dot(p.astype(v.dtype), v, precision))
+    a = exp2(c * (m - m_new), target)
+    # c s - c m is one fused multiply-add, in which c m is rounded and c s is not. That is one factor for a whole row as
+    # long as c m is not huge. Beyond, a power of two for c makes both exact; logits that differ at all differ by 16 / c.
+    c_row = jnp.where(jnp.abs(c * m_new) < LARGE_EXPONENT, c, power_of_two_from(c))
+    p = exp2(c_row[:, None] * s - (c_row * m_new)[:, None], target)
+    rounded = round_weights(p, v[0].dtype, target)
+    return Softmax(
+        m_new, a * l + jnp.sum(p, axis=1), [a[:, None] * x + dot(rounded, y, precision) for x, y in zip(o, v, strict=True)]
+    )
 
 
 def finish(state: Softmax, c):
@@ -136,25 +174,25 @@ def finish(state: Softmax, c):
     m, l, o = state
     empty = l == 0.0
     l = jnp.where(empty, 1.0, l)
-    return o / l[:, None], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
+    return [x / l[:, None] for x in o], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
 
 
-def product_precision(p: Problem, platform):
+def product_precision(p: Problem, target):
     """How a product keeps fp32 accuracy for fp32 inputs; by default it would be a single TF32 (or XF32) product."""
     if p.dtype != jnp.float32:
         return None
-    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if platform == "cuda" else lax.Precision.HIGHEST
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if target == "cuda" else lax.Precision.HIGHEST
 
 
 def logit_units(p: Problem, ins, scale):
-    """(factor of q.k, c): a logit is factor q.k, and a weight is exp2(c s)."""
+    """(factor, c): a logit is factor q.k, and a weight is exp2(c s)."""
+    factor = scale * ins["logit_factor"][0] if p.logit_factor else scale
     if p.natural_logits:
-        return scale * ins["logit_factor"][0] if p.logit_factor else scale, LOG2_E
-    # c > 0, also at a scale of 0: a hidden key's (-inf - m) c has to stay -inf.
+        return factor, LOG2_E
+    # c > 0, also at a scale of 0: a hidden key's c (-inf) has to stay -inf.
     if p.logit_factor:
-        factor = scale * ins["logit_factor"][0]
         return factor, jnp.maximum(jnp.abs(factor) * LOG2_E, 1e-30)
-    return scale, max(abs(scale) * LOG2_E, 1e-30)
+    return factor, max(abs(scale) * LOG2_E, 1e-30)
 
 
 def query_axis(p: Problem, block) -> Axis:
@@ -181,7 +219,7 @@ def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, bias, length, rows_en
     return allowed & (t < rows_end)
 
 
-def forward_body(ins, outs, *, p: Problem, scale, platform):
+def forward_body(ins, outs, *, p: Problem, scale, target):
     """One query block of one head over the keys of one split.
 
     `outs` are results where there is one split, else the split's m, l and o for the merge.
@@ -190,37 +228,40 @@ def forward_body(ins, outs, *, p: Problem, scale, platform):
     length = ins["kv_lengths"][0] if p.kv_lengths else p.keys
     rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if p.query_lengths else p.queries
     first, end = grid.keys_of_block(p, block, length, rows_end)
-    rows, features, values = query_axis(p, block), feature_axis(p.key_size), feature_axis(p.value_size)
-    precision = product_precision(p, platform)
+    rows = query_axis(p, block)
+    features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
+    precision = product_precision(p, target)
     factor, c = logit_units(p, ins, scale)
 
-    q = load_tile(ins["q"], rows, features).astype(p.product_dtype)
+    q = [load_tile(ins["q"], rows, part).astype(p.product_dtype) for part in features]
     if not p.natural_logits:
         # The sign of the scale goes where it is exact.
-        q = q * jnp.sign(factor).astype(q.dtype) if p.logit_factor else q if scale >= 0 else -q
+        sign = jnp.sign(factor).astype(p.product_dtype) if p.logit_factor else None
+        q = [x * sign if p.logit_factor else x if scale >= 0 else -x for x in q]
 
     def step(tile, state, masked):
         j = tile * p.block_k + lax.iota(jnp.int32, p.block_k)
         keys = Axis(j, None if not masked else j < end if p.left is None else (first <= j) & (j < end))
-        k = load_tile(ins["k"], keys, features).astype(p.product_dtype)
-        s, bias = dot(q, k.T, precision), None
+        # Logits of hidden keys are replaced, so their k may be anything that exists.
+        there = keys if p.keys % p.block_k else Axis(j, None)
+        k = (load_tile(ins["k"], there, part).astype(p.product_dtype) for part in features)
+        s, bias = sum(dot(x, y.T, precision) for x, y in zip(q, k, strict=True)), None
         if p.softcap is not None:
             s = p.softcap * jnp.tanh(s * (factor / p.softcap))
         elif p.natural_logits:
             s = s * factor
         if p.bias is not None:
-            # Two finite terms stay finite.
             bias = load_pairs(ins["bias"], rows, keys, -jnp.inf).astype(jnp.float32)
-            s = jnp.maximum(s + bias, LOWEST)
+            s = jnp.maximum(s + bias, lowest_logit(c))
         if masked:
             allowed = allowed_pairs(p, ins, rows, keys, bias, length, rows_end)
             s = jnp.where(allowed, s, -jnp.inf)
             if p.hides_keys:
                 keys = Axis(j, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
-        v = load_tile(ins["v"], keys, values).astype(p.product_dtype)
-        return softmax_step(state, s, v, c=c, platform=platform, precision=precision)
+        v = [load_tile(ins["v"], keys, part).astype(p.product_dtype) for part in values]
+        return softmax_step(state, s, v, c=c, target=target, precision=precision)
 
-    state = empty_softmax(p.block_q, p.value_tile)
+    state = empty_softmax(p.block_q, values, c)
     start, free_start, free_stop, stop = grid.key_tiles(p, block, split, length, rows_end)
     for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
         # A loop that is known never to run is not there.
@@ -229,37 +270,41 @@ def forward_body(ins, outs, *, p: Problem, scale, platform):
 
     if p.query_lengths:
         there = rows.index < rows_end
-        state = state._replace(l=jnp.where(there, state.l, 0.0), o=jnp.where(there[:, None], state.o, 0.0))
+        o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
+        state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
     if p.splits == 1:
         return store_results(p, ins, outs, rows, values, state, c)
     for name in ("m", "l"):
         plgpu.store(outs[name].at[rows.index], getattr(state, name), mask=rows.mask)
-    store_tile(outs["o"], rows, values, state.o)
+    for part, o in zip(values, state.o, strict=True):
+        store_tile(outs["o"], rows, part, o)
 
 
-def merge_body(ins, outs, *, p: Problem, scale, platform):
+def merge_body(ins, outs, *, p: Problem, scale, target):
     """One query block of one head: m, l and o of all splits to results. A split without keys has l = 0 and o = 0."""
     _, _, block = grid.merge_program(pl.program_id(0), p)
-    rows, values = query_axis(p, block), feature_axis(p.value_size)
+    rows, values = query_axis(p, block), feature_axes(p.value_size, p.config.head_tile)
     _, c = logit_units(p, ins, scale)
 
     def step(i, state):
-        m, l = (load(ins[name].at[i, rows.index], rows.mask, other) for name, other in (("m", LOWEST), ("l", 0.0)))
-        at = (i, rows.index[:, None], values.index[None, :])
-        o = load(ins["o"].at[at], tile_mask(rows, values), 0.0)
+        m, l = (load(ins[name].at[i, rows.index], rows.mask, 0.0) for name in ("m", "l"))
         m_new = jnp.maximum(state.m, m)
-        a, b = exp2(c * (state.m - m_new), platform), exp2(c * (m - m_new), platform)
-        return Softmax(m_new, a * state.l + b * l, a[:, None] * state.o + b[:, None] * o)
+        a, b = exp2(c * (state.m - m_new), target), exp2(c * (m - m_new), target)
+        o = []
+        for part, x in zip(values, state.o, strict=True):
+            at = (i, rows.index[:, None], part.index[None, :])
+            o.append(a[:, None] * x + b[:, None] * load(ins["o"].at[at], tile_mask(rows, part), 0.0))
+        return Softmax(m_new, a * state.l + b * l, o)
 
-    state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, p.value_tile))
+    state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, values, c))
     store_results(p, ins, outs, rows, values, state, c)
 
 
-def store_results(p: Problem, ins, outs, rows: Axis, values: Axis, state: Softmax, c):
+def store_results(p: Problem, ins, outs, rows: Axis, values: list[Axis], state: Softmax, c):
     o, lse = finish(state, c)
-    if p.value_factor:
-        o = o * ins["value_factor"][0]
-    store_tile(outs["o"], rows, values, o.astype(p.out_dtype))
+    for part, x in zip(values, o, strict=True):
+        x = x * ins["value_factor"][0] if p.value_factor else x
+        store_tile(outs["o"], rows, part, x.astype(p.out_dtype))
     if p.returns_lse:
         plgpu.store(outs["lse"].at[rows.index], lse, mask=rows.mask)
 
@@ -282,7 +327,7 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     )({n: operands[n] for n in plan.in_specs})
 
 
-def attention(p: Problem, operands: dict, *, scale, platform):
+def attention(p: Problem, operands: dict, *, scale, target):
     """One launch, or two where several workgroups share a query block.
 
     Args:
@@ -290,13 +335,13 @@ def attention(p: Problem, operands: dict, *, scale, platform):
       operands: q, k, v, and what p's flags name: `bias` and `mask` (int8) with 4 axes, `q_segment_ids`,
         `kv_segment_ids`, `kv_lengths`, `query_lengths` (int32), `logit_factor`, `value_factor` (fp32 `[1]`).
       scale: static factor of the logits.
-      platform: "cuda", "rocm", or None for interpret mode.
+      target: "cuda", an AMD architecture id, "rocm" for an unknown one, or None for interpret mode.
 
     Returns:
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
-    body, merge = (functools.partial(f, p=p, scale=scale, platform=platform) for f in (forward_body, merge_body))
-    interpret = platform is None
+    body, merge = (functools.partial(f, p=p, scale=scale, target=target) for f in (forward_body, merge_body))
+    interpret = target is None
     order = p.config.order
     if p.splits == 1:
         return call(body, f"flash_forward_{order}", p, grid.plan_forward(p), operands, interpret)

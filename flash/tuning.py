@@ -16,6 +16,7 @@ class Config:
       block_k: keys of a tile; a power of two, 16 to 256. Short inputs take fewer.
       num_warps: wavefronts (warps) in a workgroup; a power of two, 1 to 16.
       num_stages: depth of the software pipeline of the loads of keys and values.
+      head_tile: most elements of a head in one tile, a power of two from 16 to 512; heads of more are walked in parts.
       splits: workgroups that share the keys of one query block; None: as many as fill the device.
       order: the order of workgroups, a name in `flash.grid.ORDERS`.
 
@@ -27,6 +28,7 @@ class Config:
     block_k: int
     num_warps: int = 4
     num_stages: int = 1
+    head_tile: int = 256
     splits: int | None = None
     order: str = "kv_group_first"
 
@@ -34,6 +36,8 @@ class Config:
         for name in ("block_q", "block_k"):
             if getattr(self, name) not in (16, 32, 64, 128, 256):
                 raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {getattr(self, name)!r}")
+        if self.head_tile not in (16, 32, 64, 128, 256, 512):
+            raise ValueError(f"head_tile must be 16, 32, 64, 128, 256 or 512, got {self.head_tile!r}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps!r}")
         if not isinstance(self.num_stages, int) or self.num_stages < 1:

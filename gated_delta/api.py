@@ -92,9 +92,24 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Array, Array | None]:
     """Gated delta rule for one to a few tokens a call (decode): token by token, state in and state out.
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`; so is the result, to rounding. On a GPU one
-    kernel runs, which reads the state once and writes it once. The state is updated in place where the caller's jit
-    donates it (or carries it through a scan); otherwise XLA copies it first.
+    On a GPU one kernel runs, which reads the state once and writes it once; it is bound by that, K V 8 bytes a head.
+    The state is updated in place where the caller's jit donates it (or carries it through a scan); otherwise XLA
+    copies it first. Elsewhere the chunked reference runs. Composes as `chunk_gated_delta_rule` does.
+
+    Args:
+      q, k: `[B, T, G, K]`; v: `[B, T, H, V]`; g, beta: `[B, T, H]`, T small: the tokens follow one another.
+      initial_state: `[B, H, K, V]`, or `[R, H, K, V]` for packed sequences.
+      config: of it, `dv_splits`, `num_warps` and `num_stages` apply.
+      The rest, and dtypes and units of all: as for `chunk_gated_delta_rule`.
+
+    Returns:
+      o `[B, T, H, V]` in v's dtype, and the final state in fp32, or None: those of `chunk_gated_delta_rule`, to
+      rounding.
+
+    Raises:
+      ValueError, NotImplementedError: as `chunk_gated_delta_rule`.
+
+    Source: https://arxiv.org/abs/2412.06464, equation 10, as it stands.
     """
     options = _Options(scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first, implementation, config)
     arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
@@ -114,19 +129,37 @@ def prefill_scratch_bytes(
 ) -> int:
     """Bytes that `chunk_gated_delta_rule` allocates on a GPU besides its results.
 
-    One window of chunks, whatever the length of the sequence. Where more than one window runs, a carry of
-    B H K V 4 bytes is counted too; it is not allocated where the final state is asked for, whose buffer serves.
+    One window of chunks, whatever the length of the sequence. Where more than one window runs, a carry of B H K V 4
+    bytes is counted too; it is not allocated where the final state is asked for, whose buffer serves.
 
     Args:
       batch, seq_len, num_heads, key_size, value_size: B, T, H, K, V.
       dtype: of q, k and v.
       config: by default that of the architecture at hand.
-      num_sequences: R, for packed sequences; the table of their chunks grows with T: 20 bytes a chunk.
+      num_sequences: R, for packed sequences (B = 1); the table of their chunks grows with T: 20 bytes a chunk.
+
+    Returns:
+      Bytes, without the alignment (at most 256 bytes a buffer) that an allocator adds.
+
+    Raises:
+      ValueError: a size below 0 (0 for heads and features), another dtype, a Config whose `dv_splits` does not divide
+        V, B != 1 with `num_sequences`.
+      NotImplementedError: K > 256, which the kernels do not take.
     """
+    sizes = dict(batch=batch, seq_len=seq_len, num_heads=num_heads, key_size=key_size, value_size=value_size)
+    for name, size in (sizes | ({} if num_sequences is None else dict(num_sequences=num_sequences))).items():
+        least = 1 if name in ("num_heads", "key_size", "value_size") else 0
+        if not isinstance(size, int) or size < least:
+            _refuse(name, repr(size), f"an int >= {least}")
+    if jnp.dtype(dtype).name not in DTYPES:
+        _refuse("dtype", jnp.dtype(dtype).name, f"one of {', '.join(DTYPES)}")
+    if num_sequences is not None and batch != 1:
+        _refuse("batch", batch, "1 where num_sequences is given")
+    _check_config(config, value_size)
+    _check_kernels_take(key_size)
     if seq_len == 0 or batch == 0 or num_sequences == 0:
         return 0
     config = default_config(current_arch(), dtype, value_size) if config is None else config
-    config.check_splits(value_size)
     # Key heads have no part in scratch.
     shape = (batch, seq_len, num_heads, num_heads, key_size, value_size)
     return grid.scratch_bytes(grid.Problem(*shape, jnp.dtype(dtype), config, num_sequences))
@@ -145,56 +178,65 @@ class _Options(NamedTuple):
 
 def _check(arrays: dict, options: _Options) -> dict:
     """The only validation. Returns the arrays as jax arrays; raises ValueError naming the argument."""
-
-    def refuse(name, got, allowed):
-        raise ValueError(f"{name} must be {allowed}, got {got}")
-
     arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
     q, k, v, g, beta, state, offsets = arrays.values()
     for name, x, axes in (("q", q, "[B, T, G, K]"), ("k", k, "[B, T, G, K]"), ("v", v, "[B, T, H, V]")):
         if x.ndim != 4:
-            refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
+            _refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
         if x.dtype.name not in DTYPES:
-            refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
+            _refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
         if x.dtype != q.dtype:
-            refuse(name, x.dtype.name, f"of q's dtype {q.dtype.name}")
+            _refuse(name, x.dtype.name, f"of q's dtype {q.dtype.name}")
     if k.shape != q.shape:
-        refuse("k", f"shape {k.shape}", f"of q's shape [B, T, G, K] = {q.shape}")
+        _refuse("k", f"shape {k.shape}", f"of q's shape [B, T, G, K] = {q.shape}")
     if v.shape[:2] != q.shape[:2]:
-        refuse("v", f"shape {v.shape}", f"[B, T, H, V] with q's B, T = {q.shape[:2]}")
+        _refuse("v", f"shape {v.shape}", f"[B, T, H, V] with q's B, T = {q.shape[:2]}")
     (B, _, G, K), (H, V) = q.shape, v.shape[2:]
     for name, size in (("q", G), ("q", K), ("v", H), ("v", V)):
         if size == 0:
-            refuse(name, f"shape {arrays[name].shape}", "without an empty axis of heads or features")
+            _refuse(name, f"shape {arrays[name].shape}", "without an empty axis of heads or features")
     if H % G:
-        refuse("v", f"H = {H} heads", f"of a multiple of q's G = {G} heads")
+        _refuse("v", f"H = {H} heads", f"of a multiple of q's G = {G} heads")
     for name, x in (("g", g), ("beta", beta)):
         if x.shape != v.shape[:3]:
-            refuse(name, f"shape {x.shape}", f"[B, T, H] = {v.shape[:3]} as in v (tokens before heads)")
+            _refuse(name, f"shape {x.shape}", f"[B, T, H] = {v.shape[:3]} as in v (tokens before heads)")
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            refuse(name, x.dtype.name, "of a float dtype")
+            _refuse(name, x.dtype.name, "of a float dtype")
     if offsets is not None:
         if offsets.ndim != 1 or offsets.size == 0 or offsets.dtype != jnp.int32:
-            refuse("cu_seqlens", f"{offsets.dtype.name} {offsets.shape}", "int32 of shape [R + 1]")
+            _refuse("cu_seqlens", f"{offsets.dtype.name} {offsets.shape}", "int32 of shape [R + 1]")
         if B != 1:
-            refuse("q", f"B = {B}", "of B = 1 where cu_seqlens is given")
+            _refuse("q", f"B = {B}", "of B = 1 where cu_seqlens is given")
     if state is not None:
         rows = B if offsets is None else offsets.size - 1
         expected = (rows, H, V, K) if options.state_v_first else (rows, H, K, V)
         if state.shape != expected:
             axes = "[.., H, V, K]" if options.state_v_first else "[.., H, K, V]"
-            refuse("initial_state", f"shape {state.shape}", f"{axes} = {expected}")
+            _refuse("initial_state", f"shape {state.shape}", f"{axes} = {expected}")
         if not jnp.issubdtype(state.dtype, jnp.floating):
-            refuse("initial_state", state.dtype.name, "of a float dtype")
+            _refuse("initial_state", state.dtype.name, "of a float dtype")
     if options.scale is not None and not isinstance(options.scale, numbers.Real):
-        refuse("scale", repr(options.scale), "a Python number (it is static) or None")
+        _refuse("scale", repr(options.scale), "a Python number (it is static) or None")
     if options.implementation not in (None, "pallas", "reference"):
-        refuse("implementation", repr(options.implementation), 'None, "pallas" or "reference"')
-    if options.config is not None:
-        if not isinstance(options.config, Config):
-            refuse("config", repr(options.config), "a gated_delta.Config or None")
-        options.config.check_splits(V)
+        _refuse("implementation", repr(options.implementation), 'None, "pallas" or "reference"')
+    _check_config(options.config, V)
     return arrays
+
+
+def _refuse(name, got, allowed):
+    raise ValueError(f"{name} must be {allowed}, got {got}")
+
+
+def _check_config(config: Config | None, value_size: int) -> None:
+    if config is not None:
+        if not isinstance(config, Config):
+            _refuse("config", repr(config), "a gated_delta.Config or None")
+        config.check_splits(value_size)
+
+
+def _check_kernels_take(key_size: int) -> None:
+    if key_size > LARGEST_KEY_SIZE:
+        raise NotImplementedError(f"the Pallas kernels take key sizes up to {LARGEST_KEY_SIZE}, got K = {key_size}")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -204,8 +246,8 @@ def _run(arrays: dict, options: _Options, phase: str) -> tuple[Array, Array | No
     launch = functools.partial(_pallas, options=options, phase=phase)
     implementation = options.implementation
     K = arrays["q"].shape[-1]
-    if implementation == "pallas" and K > LARGEST_KEY_SIZE:
-        raise NotImplementedError(f"the Pallas kernels take key sizes up to {LARGEST_KEY_SIZE}, got K = {K}")
+    if implementation == "pallas":
+        _check_kernels_take(K)
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
     if implementation == "reference" or K > LARGEST_KEY_SIZE or _is_empty(arrays):
         return refer(arrays)
@@ -230,12 +272,15 @@ def _is_empty(arrays: dict) -> bool:
 
 
 def _reference(arrays: dict, options: _Options):
+    # No chunk longer than the call: a decoded token is a chunk of its own, not one of 64 with a 64 x 64 inverse.
+    tokens = arrays["q"].shape[1]
     return reference.chunk_gated_delta_rule(
         **arrays,
         scale=options.scale,
         output_final_state=options.output_final_state,
         use_qk_l2norm_in_kernel=options.l2norm,
         state_v_first=options.state_v_first,
+        chunk_size=64 if tokens > 32 else 1 << max(tokens - 1, 0).bit_length(),
     )
 
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
 from gated_delta.grid import Problem
-from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON, call, columns, load, tile_mask
+from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON, call, columns, load, tile_mask, vary_alike
 
 
 def decode_body(ins, outs, *, p: Problem, scale, l2norm):
@@ -80,6 +80,7 @@ def decode(p: Problem, operands: dict, *, scale, l2norm, architecture):
     if p.sequences is not None:
         # Sequences may end before T: what no sequence holds is 0.
         operands["o"] = jnp.zeros_like(operands["v"])
+    operands = vary_alike(operands)
     body = functools.partial(decode_body, p=p, scale=scale, l2norm=l2norm)
     results = call(body, "gated_delta_decode", p, plan, operands, interpret=architecture is None)
     return results["o"], results.get("state")

@@ -1,4 +1,4 @@
-"""How the prefill is cut: the window tiling, the V split, and one `plan` per pass.
+"""How the work is cut: the window tiling, the V split, and one `plan` for each pass of the prefill and for decode.
 
 A sequence of T tokens is N = ceil(T / C) chunks; W chunks are a window:
 
@@ -50,7 +50,7 @@ def group_of(head, heads, groups):
 
 
 # Columns of `chunk_table`.
-START, LENGTH, SEQUENCE, OPENS, CLOSES = range(5)
+START, LENGTH, SEQUENCE, OPENS, CLOSES = range(TABLE_COLUMNS := 5)
 
 
 def chunk_table(cu_seqlens, seq_len, chunk_size):
@@ -75,7 +75,7 @@ def chunk_table(cu_seqlens, seq_len, chunk_size):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Static facts of one prefill.
+    """Static facts of one call.
 
     `sequences` is R for packed sequences, else None. `has_initial`: initial states are given; `keeps_states`: final
     states are asked for; both are `[rows, H, K, V]`, or V before K with `state_v_first`.
@@ -113,8 +113,19 @@ class Problem:
         Where final states are asked for, their buffer is it: a row for each sequence.
         """
         if self.keeps_states:
-            return self.batch if self.sequences is None else self.sequences
+            return self.state_rows
         return self.batch if self.windows > 1 else 0
+
+    @property
+    def state_rows(self) -> int:
+        """Rows of initial and final states: one for each batch row, or for each packed sequence."""
+        return self.batch if self.sequences is None else self.sequences
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """One row of states, in the user's layout."""
+        sizes = (self.key_size, self.value_size)
+        return self.heads, *(sizes[::-1] if self.state_v_first else sizes)
 
     @property
     def in_place(self) -> bool:
@@ -135,7 +146,7 @@ class Problem:
 
     @property
     def terms(self) -> int:
-        """How many values of the input dtype stand for one fp32 matrix operand T; bf16 needs two (see kernel.py)."""
+        """How many values of the input dtype stand for one element of `solve`; bf16 needs two (see kernel.py)."""
         return 2 if self.dtype == jnp.bfloat16 else 1
 
     @property
@@ -216,7 +227,7 @@ def plan_scan(p: Problem) -> Plan:
         out_shape=_pick(buffers, scan_to_outputs(p)),
     )
     if p.has_initial:
-        plan.in_specs["initial_state"] = _state_spec(p, p.batch if p.sequences is None else p.sequences)
+        plan.in_specs["initial_state"] = _state_spec(p, p.state_rows)
     if p.carry_rows:
         plan.in_specs["carry"] = plan.out_specs["carry"] = _state_spec(p, p.carry_rows)
         plan.out_shape["carry"] = carry_shape(p)
@@ -247,7 +258,6 @@ def plan_decode(p: Problem) -> Plan:
 
     States come and go in place where both are asked for.
     """
-    rows = p.batch if p.sequences is None else p.sequences
     splits = p.config.dv_splits
 
     def place(program):
@@ -260,21 +270,20 @@ def plan_decode(p: Problem) -> Plan:
 
     tokens = _token_specs(p, place)
     plan = Plan(
-        grid=(rows * p.heads * splits,),
+        grid=(p.state_rows * p.heads * splits,),
         num_warps=p.config.num_warps,
         in_specs=_pick(tokens, ("q", "k", "v", "g", "beta")),
         out_specs={"o": tokens["v"]},
         out_shape={"o": jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)},
     )
-    sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
     if p.sequences is not None:
         plan.in_specs["cu_seqlens"] = pl.BlockSpec((p.sequences + 1,), lambda program: (0,))
         plan.in_specs["o"] = tokens["v"]
     if p.has_initial:
-        plan.in_specs["state"] = pl.BlockSpec((None, None, *sizes), state)
+        plan.in_specs["state"] = pl.BlockSpec((None, None, *p.state_shape[1:]), state)
     if p.keeps_states:
-        plan.out_specs["state"] = pl.BlockSpec((None, None, *sizes), state)
-        plan.out_shape["state"] = jax.ShapeDtypeStruct((rows, p.heads, *sizes), jnp.float32)
+        plan.out_specs["state"] = pl.BlockSpec((None, None, *p.state_shape[1:]), state)
+        plan.out_shape["state"] = jax.ShapeDtypeStruct((p.state_rows, *p.state_shape), jnp.float32)
     return plan
 
 
@@ -283,15 +292,14 @@ def scan_to_outputs(p: Problem) -> tuple[str, ...]:
 
 
 def carry_shape(p: Problem) -> jax.ShapeDtypeStruct:
-    sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
-    return jax.ShapeDtypeStruct((p.carry_rows, p.heads, *sizes), jnp.float32)
+    return jax.ShapeDtypeStruct((p.carry_rows, *p.state_shape), jnp.float32)
 
 
 def scratch_bytes(p: Problem) -> int:
     """What a prefill allocates besides its results: one window's buffers, the table, and a carry where windows > 1."""
     buffers = list(scratch(p).values())
     if p.sequences is not None:
-        buffers.append(jax.ShapeDtypeStruct((p.chunks, 5), jnp.int32))
+        buffers.append(jax.ShapeDtypeStruct((p.chunks, TABLE_COLUMNS), jnp.int32))
     if p.carry_rows and not p.keeps_states:
         buffers.append(carry_shape(p))
     return sum(b.size * b.dtype.itemsize for b in buffers)
@@ -304,8 +312,7 @@ def _state_spec(p: Problem, rows: int) -> pl.BlockSpec:
         _, head, _ = scan_program(program, p.heads, p.config.dv_splits)
         return 0, head, 0, 0
 
-    sizes = (p.value_size, p.key_size) if p.state_v_first else (p.key_size, p.value_size)
-    return pl.BlockSpec((rows, None, *sizes), all_rows)
+    return pl.BlockSpec((rows, None, *p.state_shape[1:]), all_rows)
 
 
 def _warps_for(p: Problem, tiles: int) -> int:
@@ -324,7 +331,7 @@ def _position_specs(p: Problem) -> dict[str, pl.BlockSpec]:
     """The window's number and, for packed sequences, the table of chunks."""
     specs = {"window": pl.BlockSpec((1,), lambda program: (0,))}
     if p.sequences is not None:
-        specs["table"] = pl.BlockSpec((p.chunks, 5), lambda program: (0, 0))
+        specs["table"] = pl.BlockSpec((p.chunks, TABLE_COLUMNS), lambda program: (0, 0))
     return specs
 
 

@@ -155,7 +155,11 @@ def reciprocal(power):
 
 
 def norm_factor(x):
-    """1 / |x| of each row of x [C, K], fp32; 0 for a zero row, which no factor changes."""
+    """1 / |x| of each row of x [C, K], fp32.
+
+    0 for a zero row, which no factor changes: 1 / sqrt(epsilon) = 1000 would be the chunk's largest factor and set
+    `key_power` of all its other keys.
+    """
     square = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
     return jnp.where(square > 0.0, lax.rsqrt(square + NORM_EPSILON), 0.0)
 
@@ -203,7 +207,7 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
     g = jnp.where(live, load_tokens(ins["g"], (), rows), 0.0)
 
     # D = coarse + fine. Differences of D keep fp32 accuracy, which one sum would lose after a strong gate: next to
-    # -316 an ulp is 3e-5. The coarse sums are exact, and the fine ones are below 2^-3.
+    # -104 an ulp is 8e-6. The coarse sums are exact, and the fine ones are below 2^-3.
     g = jnp.maximum(g, LOWEST_LOG_DECAY)
     coarse = jnp.floor(g / GATE_STEP) * GATE_STEP
     fine = g - coarse
@@ -363,7 +367,7 @@ def outputs_body(ins, outs, *, p: Problem, architecture):
 def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
     ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
-    # Under shard_map a result varies over the mesh axes that its operands vary over.
+    # Under shard_map a result varies over the mesh axes that its operands vary over (see `vary_alike`).
     varies = jax.typeof(operands["q"]).manual_axis_type
     return pl.pallas_call(
         body,
@@ -380,6 +384,17 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     )({n: operands[n] for n in ins})
 
 
+def vary_alike(operands: dict) -> dict:
+    """Under shard_map: each operand made to vary over every mesh axis that one of them varies over."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
+
+    def widen(x):
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return {name: widen(x) for name, x in operands.items()}
+
+
 def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
     """The three passes, window by window.
 
@@ -392,6 +407,7 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
     Returns:
       (o, final states in fp32, or None where they are not asked for)
     """
+    operands = vary_alike(operands)
     plans = grid.plan_locals(p), grid.plan_scan(p), grid.plan_outputs(p)
     bodies = (
         functools.partial(locals_body, p=p, scale=scale, l2norm=l2norm, architecture=architecture),
@@ -413,6 +429,7 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
         results["o"] = (lax.empty if p.sequences is None else jnp.zeros)(shape.shape, shape.dtype)
     if p.carry_rows:
         results["carry"] = _first_carry(p, operands)
+    results = {n: x for n, x in vary_alike(operands | results).items() if n in results}
     results = lax.fori_loop(0, p.windows, window, results) if p.windows > 1 else window(0, results)
     return results["o"], results["carry"] if p.keeps_states else None
 

@@ -10,14 +10,15 @@ MIN_TILE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Static shape of one prefill.
+    """How one call is cut. Decode uses `dv_splits`, `num_warps` and `num_stages` only.
 
     Attributes:
       chunk_size: C, tokens in a chunk; a power of two, 16 to 128.
       window_chunks: W, chunks in a window. Scratch grows with W and never with the length of the sequence.
       dv_splits: slices of the V axis; each is scanned by its own program. Has to divide V.
-      num_warps: warps (waves) of the scan and of decode, a power of two; the other passes take what their tiles need.
-      num_stages: depth of the software pipeline of the scan's loads.
+      num_warps: warps (waves) of the scan and of decode, a power of two; the parallel passes take as many as their
+        tiles need, in fp32 at least this.
+      num_stages: depth of the compiler's software pipeline in loops that load, such as the scan's.
 
     Raises:
       ValueError: a value out of its range, when the Config is built.
@@ -30,12 +31,12 @@ class Config:
     num_stages: int = 1
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{field.name} must be an int >= 1, got {value!r}")
         if self.chunk_size not in (16, 32, 64, 128):
             raise ValueError(f"chunk_size must be 16, 32, 64 or 128, got {self.chunk_size!r}")
-        for name in ("window_chunks", "dv_splits", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps!r}")
 
@@ -57,10 +58,23 @@ class Row:
 
 ROWS = (
     Row(
-        "gfx1151", 2, Config(16, 32, 4, 2, 1), "chunk 32 -> 16 and 4 splits: op -25 % measured on this chip; no spills"
+        "gfx1151",
+        2,
+        Config(16, 32, 4, 2, 1),
+        "chunks of 16, 4 splits: -25 % for hip-ep 627's kernel; no spills",
     ),
-    Row("gfx1100", 2, Config(16, 32, 4, 2, 1), "as gfx1151: the same registers and LDS"),
-    Row("gfx1201", 2, Config(16, 32, 4, 2, 1), "as gfx1151: the same registers and LDS"),
+    Row(
+        "gfx1100",
+        2,
+        Config(16, 32, 4, 2, 1),
+        "as gfx1151: 256 registers a lane, 64 KiB of LDS; no spills",
+    ),
+    Row(
+        "gfx1201",
+        2,
+        Config(16, 32, 4, 2, 1),
+        "as gfx1151: 256 registers a lane, 64 KiB of LDS; no spills",
+    ),
     # One wave owns 16 columns of V: no product is computed twice and no barrier is waited for.
     Row(
         "gfx942", 2, Config(64, 16, 8, 1, 1), "scan: 10 instructions an MFMA, 802 in all (4 splits, 4 waves: 16, 1087)"

@@ -56,7 +56,7 @@ def test_dpp_move(control, archs, source, masks, zero_fill):
     text = f"v_mov_b32_dpp v6, v0 {control} {masks}" + (" bound_ctrl:1" if zero_fill else "")
     rows, banks = (int(m.split(":")[1], 16) for m in masks.split())
     for arch in archs:
-        # LLVM's assembler before gfx11 spells the set bit bound_ctrl:0, and prints it as bound_ctrl:1.
+        # Not printed where the bit is clear.
         assembles(text, arch)
         lanes = WAVE[arch]
         for mask in EXECS:

@@ -21,14 +21,6 @@ IMPLEMENTATIONS = ("reference",)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    # These programs run for milliseconds and compile for longer.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @each_implementation
 def test_vmap(implementation):
     """jax 39451: over queries only, over all, over the batch's lengths."""

@@ -20,14 +20,6 @@ IMPLEMENTATIONS = ("reference",)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    # These programs run for milliseconds and compile for longer.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 # Each causality, window and kind of lengths; the other arguments in turn.
 WINDOWS = (None, (2, 0), (0, 3), 4)
 LENGTHS = ((), ("query",), ("key_value",), ("query", "key_value"))

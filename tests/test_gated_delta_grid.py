@@ -165,6 +165,38 @@ def test_one_window_allocates_no_carry():
     assert written == one + 512 * 2 * 64 * 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_scratch_of_packed_sequences(dtype):
+    config = Config(16, 4, 2)
+    avals = arguments(1, 300, 1, 2, 32, 64, dtype) | {"cu_seqlens": jax.ShapeDtypeStruct((6,), jnp.int32)}
+    function = partial(gated_delta.chunk_gated_delta_rule, output_final_state=True, config=config)
+    written, _ = allocated(lambda a: function(**a), avals)
+    answer = gated_delta.prefill_scratch_bytes(1, 300, 2, 32, 64, dtype=dtype, config=config, num_sequences=5)
+    chunks, carry = (300 + 5 * 15) // 16, 2 * 32 * 64 * 4
+    # The final states are the carry, and the table of chunks comes from XLA.
+    assert answer == written + carry + chunks * 5 * 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seq_len": -5}, "seq_len must be an int >= 0, got -5"),
+        ({"num_heads": 0}, "num_heads must be an int >= 1"),
+        ({"key_size": 1.5}, "key_size must be an int >= 1, got 1.5"),
+        ({"dtype": "int32"}, "dtype must be one of bfloat16.*got int32"),
+        ({"dtype": "float64"}, "dtype must be one of bfloat16.*got float64"),
+        ({"batch": 2, "num_sequences": 3}, "batch must be 1 .*got 2"),
+        ({"config": Config(16, 2, 3)}, "config.dv_splits must divide .*64, got 3"),
+    ],
+)
+def test_scratch_refuses_bad_sizes(changed, message):
+    sizes = dict(batch=1, seq_len=100, num_heads=2, key_size=32, value_size=64, dtype="float32")
+    with pytest.raises(ValueError, match=message):
+        gated_delta.prefill_scratch_bytes(**sizes | changed)
+    with pytest.raises(NotImplementedError, match="K = 512"):
+        gated_delta.prefill_scratch_bytes(**sizes | {"key_size": 512})
+
+
 def test_no_copy_of_the_inputs_is_padded_or_transposed():
     function = partial(gated_delta.chunk_gated_delta_rule, output_final_state=True, config=Config(16, 32, 4))
     text = isa.lower_rocm(
@@ -184,6 +216,34 @@ def test_kernels_lower_for_rocm(arch, dtype):
 
     assert names(gated_delta.chunk_gated_delta_rule) == KERNELS
     assert names(gated_delta.recurrent_gated_delta_rule) == {"gated_delta_decode"}
+
+
+def test_grids_have_one_axis_however_many_sequences():
+    """fla 1077: a grid axis other than the first ends at 65535."""
+    avals = arguments(1, 3000, 2, 32, 32, 32, "bfloat16") | {"cu_seqlens": jax.ShapeDtypeStruct((70001,), jnp.int32)}
+    for function in (gated_delta.chunk_gated_delta_rule, gated_delta.recurrent_gated_delta_rule):
+        for call in isa.triton_calls(isa.lower_rocm(lambda a, f=function: f(**a), avals, arch="gfx942")):
+            assert call.grid[1:] == (1, 1), call.name
+
+
+@pytest.mark.parametrize("function", [gated_delta.chunk_gated_delta_rule, gated_delta.recurrent_gated_delta_rule])
+def test_offsets_of_huge_arrays_have_64_bits(function):
+    """fla 1082, 1173: T G K above 2^31 elements."""
+    avals = arguments(1, 2**31 // (4 * 128) + 1, 4, 4, 128, 128, "bfloat16")
+    for call in isa.triton_calls(isa.lower_rocm(lambda a: function(**a), avals, arch="gfx942")):
+        pointers = [line for line in call.ttir.splitlines() if "tt.addptr" in line and "!tt.ptr<bf16>" in line]
+        assert any("i64" in line for line in pointers), call.name
+
+
+def test_decode_updates_its_state_in_place():
+    avals = arguments(2, 1, 2, 4, 32, 32, "bfloat16")
+    state = jax.ShapeDtypeStruct((2, 4, 32, 32), jnp.float32)
+
+    def step(state, a):
+        return gated_delta.recurrent_gated_delta_rule(**a, initial_state=state, output_final_state=True)
+
+    text = isa.lower_rocm(step, state, avals, arch="gfx942").as_text()
+    assert "output_tuple_indices = [1], operand_index" in text
 
 
 def test_the_architectures_row_is_used():

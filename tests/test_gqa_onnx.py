@@ -20,14 +20,6 @@ RECORDED = Path(__file__).parent / "data" / "gqa_ort"
 INDEX = json.loads((RECORDED / "index.json").read_text())
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    # These programs run for milliseconds and compile for longer.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def load(entry):
     with np.load(RECORDED / entry["file"]) as arrays:
         arrays = dict(arrays)

@@ -23,14 +23,6 @@ IMPLEMENTATIONS = ("reference",)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    # These programs run for milliseconds and compile for longer.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @each_implementation
 @pytest.mark.parametrize("case", FLASH_SMALL + FLASH_ODD, ids=str)
 def test_equals_float64(case, implementation):

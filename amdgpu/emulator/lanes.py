@@ -73,7 +73,7 @@ class Dpp:
         lane = np.arange(lanes)
         rows, banks = inst.integer("row_mask", 0xF), inst.integer("bank_mask", 0xF)
         self.selected = ((rows >> (lane // 16)) & 1).astype(bool) & ((banks >> (lane // 4 % 4)) & 1).astype(bool)
-        # LLVM prints the set bit as bound_ctrl:0 before gfx11, and as bound_ctrl:1.
+        # The set bit is printed as bound_ctrl:1 (older assemblers: bound_ctrl:0); the clear bit is not printed.
         self.zero_fill = "bound_ctrl" in inst.modifiers or control == "dpp8"
         self.read_inactive = inst.integer("fi") == 1
         self.everywhere = bool(self.selected.all()) and (self.zero_fill or bool(self.valid.all()))

@@ -28,7 +28,7 @@ def _split_compare(opcode):
 
 def decode_compare(inst, factory):
     """v_cmp_* writes a lane mask, v_cmpx_* EXEC (on gfx9 both)."""
-    if inst.opcode in ("v_cmp_class_f32", "v_cmp_class_f16", "v_cmpx_class_f32"):
+    if inst.opcode in ("v_cmp_class_f32", "v_cmp_class_f16"):
         return _class(inst, factory)
     split = _split_compare(inst.opcode)
     if split is None:
