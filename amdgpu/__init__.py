@@ -12,7 +12,13 @@ emulator, so kernels may use `amdgpu.arch` at no cost.
 
 __all__ = ["arch", "compile_for", "emulate"]
 
+from typing import TYPE_CHECKING
+
 from amdgpu import arch
+
+if TYPE_CHECKING:
+    from amdgpu.emulator import emulate
+    from amdgpu.isa import compile_for
 
 
 def __getattr__(name: str):

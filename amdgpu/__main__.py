@@ -40,9 +40,7 @@ _DTYPES = {
     "f64": "float64",
     "fp64": "float64",
     **{
-        f"{letter}{bits}": f"{name}{bits}"
-        for letter, name in (("i", "int"), ("u", "uint"))
-        for bits in (8, 16, 32, 64)
+        f"{letter}{bits}": f"{name}{bits}" for letter, name in (("i", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)
     },
 }
 
@@ -154,9 +152,7 @@ def _checks(options, name: str, works: list[shipped.Work]) -> list[check.Check]:
     if not options.reference:
         raise ValueError("--run: a function of your own needs --reference module:function to compare with")
     reference = find_function(options.reference)
-    return [
-        check.own_check(f"{w.name} {w.label}", w.arch, w.fn, reference, w.shapes, w.keywords) for w in works
-    ]
+    return [check.own_check(f"{w.name} {w.label}", w.arch, w.fn, reference, w.shapes, w.keywords) for w in works]
 
 
 def _run(one: check.Check, say) -> tuple[dict, bool]:
@@ -179,7 +175,7 @@ def _run(one: check.Check, say) -> tuple[dict, bool]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    head, _, rest = __doc__.partition("\n\n")
+    head, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         "python -m amdgpu",
         description=head,
@@ -187,27 +183,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help=f"{', '.join(shipped.ALGORITHMS)}, all, or module:function")
-    parser.add_argument(
-        "--arch", nargs="+", help=f"architecture ids (default: {' '.join(architectures.KNOWN)})"
-    )
-    parser.add_argument(
-        "--shapes", nargs="+", default=[], help="positional arguments, e.g. bf16[1,4096,32,128]"
-    )
-    parser.add_argument(
-        "--static", nargs="+", default=[], metavar="NAME=VALUE", help="static keyword arguments"
-    )
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="the same as JSON, to stdout or a file"
-    )
+    parser.add_argument("--arch", nargs="+", help=f"architecture ids (default: {' '.join(architectures.KNOWN)})")
+    parser.add_argument("--shapes", nargs="+", default=[], help="positional arguments, e.g. bf16[1,4096,32,128]")
+    parser.add_argument("--static", nargs="+", default=[], metavar="NAME=VALUE", help="static keyword arguments")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the same as JSON, to stdout or a file")
     parser.add_argument("--asm", type=pathlib.Path, metavar="DIR", help="write assembly and Triton IR there")
     parser.add_argument(
         "--run",
         action="store_true",
         help="also run as machine code, on the CPU, and compare: small cases only",
     )
-    parser.add_argument(
-        "--reference", metavar="MODULE:FUNCTION", help="what --run compares your function with"
-    )
+    parser.add_argument("--reference", metavar="MODULE:FUNCTION", help="what --run compares your function with")
     return parser
 
 

@@ -199,7 +199,7 @@ def facts(arch: str) -> Arch:
 
 
 def xcds(arch: str) -> int:
-    """Dies with an L2 of their own; the hardware gives workgroup `w` of a 1-D grid to die `w % xcds(arch)`.
+    """Dies with an L2 of their own; workgroups of a 1-D grid go round them, number `w` to die `w % xcds(arch)`.
 
     1 for NVIDIA, a CPU, and every id that is not in the table.
     """
@@ -221,7 +221,8 @@ def current_arch() -> str:
     if isinstance(kind, str) and kind.startswith("gfx"):
         return _bare(kind)
     try:
-        default = jax.config.jax_default_device
+        # jax.config's attributes are made when jax is imported: a type checker does not see them.
+        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         # `jax.default_device` takes a device or the name of a platform.
         device = default if hasattr(default, "platform") else jax.devices(default)[0]
     except RuntimeError:

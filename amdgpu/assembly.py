@@ -18,11 +18,7 @@ _PREFIXES = (
     ("v_wmma_", "matrix"),
     ("v_swmmac_", "matrix"),
     # gfx12 has them on scalars too: v_s_exp_f32.
-    *(
-        (f"v_{s}{name}_", "transcendental")
-        for s in ("", "s_")
-        for name in ("exp", "log", "rcp", "rsq", "sqrt")
-    ),
+    *((f"v_{s}{name}_", "transcendental") for s in ("", "s_") for name in ("exp", "log", "rcp", "rsq", "sqrt")),
     *((f"v_{name}_", "transcendental") for name in ("sin", "cos")),
     ("v_", "vector"),
     ("ds_", "lds"),
@@ -185,8 +181,7 @@ def blocks(text: str) -> list[Block]:
             pieces.append((f"after line {number}", []))
     where = {label: i for i, (label, _) in enumerate(pieces)}
     return [
-        Block(label, tuple(code), _successors(code, i, len(pieces), where))
-        for i, (label, code) in enumerate(pieces)
+        Block(label, tuple(code), _successors(code, i, len(pieces), where)) for i, (label, code) in enumerate(pieces)
     ]
 
 
@@ -273,8 +268,6 @@ def _cycles(graph: list[Block], members: frozenset[int]) -> list[frozenset[int]]
             if reach[i] >> middle & 1:
                 reach[i] |= reach[middle]
     parts = {
-        frozenset(j for j in members if reach[i] >> j & 1 and reach[j] >> i & 1)
-        for i in members
-        if reach[i] >> i & 1
+        frozenset(j for j in members if reach[i] >> j & 1 and reach[j] >> i & 1) for i in members if reach[i] >> i & 1
     }
     return sorted(parts, key=min)

@@ -158,9 +158,7 @@ def compile_for(fn: Callable, *shapes, arch: str, **keywords) -> list[KernelRepo
     calls = dict.fromkeys(triton_calls(lower_rocm(fn, *shapes, arch=arch, **keywords)))
     if not calls:
         name = getattr(fn, "__name__", repr(fn))
-        raise NoPallasKernel(
-            f"fn: {name} has no Pallas kernel when lowered for ROCm ({arch}) with these arguments"
-        )
+        raise NoPallasKernel(f"fn: {name} has no Pallas kernel when lowered for ROCm ({arch}) with these arguments")
     return [report(compile_call(call, arch)) for call in calls]
 
 

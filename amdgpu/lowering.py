@@ -84,7 +84,7 @@ def lower_rocm(fn: Callable, *avals, arch: str, **keywords) -> jax.stages.Lowere
     # A function of its own for each call: nothing traced for another device is found in a cache.
     wrapped = jax.jit(functools.partial(fn, **static))
     # jax >= 0.11 asks for a device at lowering, and `arch.current_arch` reads its kind while tracing.
-    device = AbstractDevice(device_kind=arch, num_cores=None, platform="rocm")
+    device = AbstractDevice(platform="rocm", device_kind=arch, num_cores=None)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return wrapped.trace(*_shapes(avals), **traced).lower(lowering_platforms=("rocm",))
@@ -106,10 +106,11 @@ def _shapes(tree):
 
 def triton_calls(lowered: jax.stages.Lowered) -> list[TritonCall]:
     """The Pallas kernels of a function lowered for ROCm in program order, those in loops and branches too."""
-    from jax._src.lib.mlir import ir
+    from jaxlib.mlir import ir
     from jaxlib.triton import dialect
 
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     dialect.register_dialect(module.context)
     # Jitted functions and some bodies of loops are functions of the module: followed where they are called.
     functions = {
@@ -149,14 +150,15 @@ def _triton_call(ir, operation) -> TritonCall:
     def number(key):
         return int(ir.IntegerAttr(config[key]).value)
 
+    payload = ir.StringAttr(config["ir"]).value_bytes
     with operation.context:
-        ttir = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+        module = ir.Module.parse(payload)
     return TritonCall(
         name=ir.StringAttr(config["name"]).value,
         grid=(number("grid_x"), number("grid_y"), number("grid_z")),
         num_warps=number("num_warps"),
         num_stages=number("num_stages"),
-        ttir=ttir,
+        ttir=str(module),
     )
 
 

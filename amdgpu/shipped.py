@@ -111,9 +111,7 @@ def _gated_delta_checks(arch: str) -> list[Check]:
         # The shipped row but for the window: two chunks, so that a small case crosses a boundary.
         config = dataclasses.replace(tuning.default_config(arch, dtype, 128), window_chunks=2)
         found += [
-            _gated_delta_check(
-                gated_delta.chunk_gated_delta_rule, arch, dtype, 2 * config.chunk_size + 5, config
-            ),
+            _gated_delta_check(gated_delta.chunk_gated_delta_rule, arch, dtype, 2 * config.chunk_size + 5, config),
             _gated_delta_check(gated_delta.recurrent_gated_delta_rule, arch, dtype, 2, config),
         ]
     return found
@@ -124,9 +122,9 @@ def _gated_delta_check(fn: Callable, arch: str, dtype: str, tokens: int, config)
     import gated_delta
     from references import accuracy, cases
 
-    sizes = {"B": 1, "T": tokens, "G": 1, "H": 2, "K": 128, "V": 128}
-    name = f"{fn.__name__} {dtype} {' '.join(f'{letter}={n}' for letter, n in sizes.items())}"
-    case = cases.GatedDeltaCase(name, "the shipped row, small", **sizes, dtype=dtype, state="normal")
+    B, G, H, K, V = 1, 1, 2, 128, 128
+    name = f"{fn.__name__} {dtype} B={B} T={tokens} G={G} H={H} K={K} V={V}"
+    case = cases.GatedDeltaCase(name, "the shipped row, small", B, tokens, G, H, K, V, dtype, state="normal")
     arguments = cases.inputs(case)
 
     def compare(outputs):

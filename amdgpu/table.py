@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from amdgpu.assembly import CLASSES, Loop
 from amdgpu.isa import KernelReport
 
-NOTE = (
-    "Static evidence from machine code, not a timing. Counts are instructions of one wave, each counted once."
-)
+NOTE = "Static evidence from machine code, not a timing. Counts are instructions of one wave, each counted once."
 
 _KERNEL_HEAD = (
     "kernel",
@@ -27,12 +25,10 @@ _LOOP_HEAD = ("loop", "depth", "instructions", "per matrix", *CLASSES, "matrix o
 
 
 def table(reports: Sequence[KernelReport]) -> str:
-    """Two tables: kernels, then their loops, a nested one indented and left out of the one around it; then the faults."""
+    """Kernels, then their loops (a nested one indented, and left out of the one around it), then faults."""
     text = _columns([_KERNEL_HEAD, *(_kernel_row(r) for r in reports)], left=(0, 1, 11))
     rows = [_loop_row(r, loop) for r in reports for loop in r.loops]
-    text += (
-        "\n\n" + _columns([_LOOP_HEAD, *rows], left=(0, len(_LOOP_HEAD) - 1)) if rows else "\n\n  no loops"
-    )
+    text += "\n\n" + _columns([_LOOP_HEAD, *rows], left=(0, len(_LOOP_HEAD) - 1)) if rows else "\n\n  no loops"
     return text + "".join(f"\n  FAULT  {r.name}: {fault}" for r in reports for fault in r.faults)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from tqdm import tqdm
 
-from benchmarks import minilm, plot, real_input
+from benchmarks import minilm, plot, real_input, static
 from benchmarks.peaks import peaks_of
 from benchmarks.results import Result, as_text, environment, write_json
 from benchmarks.run import Settings, fitting, probe_flops, run_case
@@ -35,6 +35,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--real", action="store_true", help="only the run on real text")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="the real text (default: LICENSE, README.md)")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of timing (15; 3 without a GPU)")
+    parser.add_argument("--isa", action="store_true", help="also what the AMD rows compile to (extra isa; no timing)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write pictures of time against T")
     parser.add_argument("--trace", type=pathlib.Path, metavar="DIR", help="write XLA profiler traces")
@@ -51,6 +52,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--case: no {', '.join(unknown)} in {options.algorithm}; there are {', '.join(sorted(known))}")
     if options.real and options.case:
         parser.error("--real and --case exclude each other")
+    if options.isa and "gated_delta" not in _algorithms(options):
+        parser.error(f"--isa goes with gated_delta or all, got {options.algorithm}")
     return options
 
 
@@ -99,6 +102,18 @@ def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
     return results
 
 
+def run_static() -> list[static.Evidence] | None:
+    """What the rows for AMD chips compile to, printed. None where triton is not installed, after saying so."""
+    try:
+        with tqdm(desc="machine code", disable=None, leave=False) as bar:
+            found = static.gated_delta(on_step=bar.set_postfix_str)
+    except ImportError as missing:
+        print(f"\nskipped: {missing}")
+        return None
+    print(f"\n{static.as_text(found)}", flush=True)
+    return found
+
+
 def run_real(options: argparse.Namespace, gpu: bool) -> dict | None:
     """The run on real text, printed. None where the encoder is not installed, after saying how to get it."""
     files = [options.text] if options.text else [path for path in real_input.DEFAULT_TEXTS if path.is_file()]
@@ -126,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no GPU: kernels are checked in interpret mode on small cases, references are timed on real ones")
 
     results = [] if options.real else run_cases(options, gpu)
+    evidence = run_static() if options.isa else []
     # The main job ends on real text; a choice of cases does not.
     with_text = options.real or options.text or (options.algorithm in ("all", "gated_delta") and not options.case)
     found = run_real(options, gpu) if with_text else None
@@ -134,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in plot.write_plots(options.plot, results):
             print(f"wrote {path}")
     if options.json:
-        write_json(options.json, results, found)
+        write_json(options.json, results, found, evidence or [])
         print(f"wrote {options.json}")
     red = [result for result in results if result.status == "red"]
     for result in red:
@@ -142,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     real_failed = (options.real and found is None) or (found is not None and not found["green"])
     if found is not None and not found["green"]:
         print("CHECK FAILED: real input")
-    return 1 if red or real_failed else 0
+    return 1 if red or real_failed or evidence is None else 0
 
 
 if __name__ == "__main__":

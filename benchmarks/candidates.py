@@ -62,8 +62,7 @@ class Candidate:
 
 
 def candidates(case: Case, arguments: dict[str, Any], *, gpu: bool) -> list[Candidate]:
-    """All ways of computing `case` with the arguments of `references.cases.inputs`; "reference" is among
-    them.
+    """All ways of computing `case` with the arguments of `references.cases.inputs`, "reference" among them.
 
     On a CPU "kernel" runs in interpret mode, which says nothing about speed, and no others are listed.
     """
@@ -105,7 +104,12 @@ def _jax_flash(case: FlashCase, arguments: dict[str, Any]) -> list[Candidate]:
     # jax.nn aligns its causal mask top-left: the same only where T = S.
     if not plain or (case.causal and case.T != case.S):
         return []
-    return _jax_attention("", arguments, is_causal=case.causal)
+
+    # The last five are None here.
+    def attend(implementation, *, q, k, v, scale, causal, bias, softcap, q_segment_ids, kv_segment_ids, kv_lengths):
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation=implementation)
+
+    return _jax_arms(attend, "", arguments)
 
 
 def _jax_gqa(case: GqaCase, arguments: dict[str, Any]) -> list[Candidate]:
@@ -113,16 +117,25 @@ def _jax_gqa(case: GqaCase, arguments: dict[str, Any]) -> list[Candidate]:
     step = case.T == 1 and case.window is None
     if not plain or not case.causal or not (step or case.T == case.S):
         return []
-    window = None if case.window is None else (case.window - 1, 0)
+
+    # The last five are None here. jax.nn counts the keys before a row's own, and aligns its causal mask top-left,
+    # which would leave a decode step one key.
+    def attend(implementation, *, q, k, v, scale, causal, window, past, lengths, sinks, bias, softcap):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=causal and not step,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=implementation,
+        )
+
     note = "" if case.sinks is None else ", no sinks"
-    return _jax_attention(note, {**arguments, "sinks": None}, is_causal=not step, local_window_size=window)
+    return _jax_arms(attend, note, {**arguments, "sinks": None})
 
 
-def _jax_attention(note: str, arguments: dict[str, Any], **options) -> list[Candidate]:
-    def attend(implementation, *, q, k, v, scale, **meaning):
-        # What `meaning` says, the options say in jax.nn's words; the check compares the two.
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=implementation, **options)
-
+def _jax_arms(attend: Callable, note: str, arguments: dict[str, Any]) -> list[Candidate]:
     return [
         Candidate(f"jax.nn {name}{note}", _tuple(functools.partial(attend, name)), arguments, ours=False)
         for name in ("xla", "cudnn")

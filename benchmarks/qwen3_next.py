@@ -10,12 +10,13 @@ https://github.com/huggingface/transformers/blob/main/src/transformers/models/qw
 The model has G 16, H 32, K = V = 128 on hidden states of 2048; here the same path is run at any size.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from references.cases.gated_delta import gate_parameters
 
 CONV_TAPS = 4
 
@@ -23,8 +24,8 @@ CONV_TAPS = 4
 class Layer(NamedTuple):
     """Weights of the path, fp32; D is the width of the hidden states.
 
-    qkv: [D, 2 G K + H V] · conv: [4, 2 G K + H V], the last tap is the token itself · b, a: [D, H] · A_log,
-      dt_bias: [H]
+    qkv: [D, 2 G K + H V] · conv: [4, 2 G K + H V], the last tap is the token itself · b, a: [D, H] ·
+    A_log, dt_bias: [H]
     """
 
     qkv: jax.Array
@@ -36,7 +37,7 @@ class Layer(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """q, k: [B, T, G, K] · v: [B, T, H, V] · g, beta: [B, T, H] fp32."""
+    """q and k: [B, T, G, K] · v: [B, T, H, V] · fp32 g and beta: [B, T, H]."""
 
     q: jax.Array
     k: jax.Array
@@ -49,22 +50,18 @@ def random_layer(seed: int, hidden: int, G: int, H: int, K: int, V: int) -> Laye
     """Weights from a seed.
 
     Projections are normal with deviation hidden**-0.5, taps uniform in (-1/2, 1/2) (PyTorch's default for 4
-    taps). A is uniform in [1, 16] and softplus(dt_bias) log-uniform in [1e-3, 0.1], as flash-linear-attention
-    and Mamba-2 start their layers, so that heads forget over anything from one token to a thousand. (The
-    model's own code starts at dt_bias = 1, where every head forgets within a token or two: nothing would be
-    carried from chunk to chunk.)
+    taps). A_log and dt_bias are those of the cases (`gate_parameters`), so that heads forget over anything from
+    one token to thousands. (The model's own code starts at dt_bias = 1, where every head forgets within a token
+    or two: nothing would be carried from chunk to chunk.)
     """
     rng = np.random.default_rng(seed)
     channels = 2 * G * K + H * V
-    dt = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), H))
     values = (
         rng.normal(0, hidden**-0.5, (hidden, channels)),
         rng.uniform(-0.5, 0.5, (CONV_TAPS, channels)),
         rng.normal(0, hidden**-0.5, (hidden, H)),
         rng.normal(0, hidden**-0.5, (hidden, H)),
-        np.log(rng.uniform(1, 16, H)),
-        # The inverse of softplus: log(exp(dt) - 1).
-        dt + np.log(-np.expm1(-dt)),
+        *gate_parameters(rng, H),
     )
     return Layer(*(jnp.asarray(value, jnp.float32) for value in values))
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 
+from benchmarks.static import Evidence
 from benchmarks.table import duration, number, table
 
 # What became of an arm. "red" differs from the reference by more than the bound and has no time; "absent"
-# cannot run here (the note says why); "skipped" would take longer than the time there is.
-STATUSES = ("timed", "checked", "red", "absent", "skipped")
+# cannot run here (the note says why).
+STATUSES = ("timed", "checked", "red", "absent")
 SCHEMA = 1
 
 
@@ -25,7 +26,7 @@ class Result:
 
     Attributes:
       algorithm: "gated_delta", "flash" or "gqa".
-      case: name in references/cases.py. arm: name of the way it was computed.
+      case: name in `references.cases`. arm: name of the way it was computed.
       shape: letters of the case to sizes, and its dtype.
       status: one of STATUSES. note: one line for a reader, often empty.
       errors, bounds: what was compared to the reference ("o", "state", ...) to its error and to the most
@@ -115,10 +116,13 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_json(path: pathlib.Path, results: Sequence[Result], real: dict[str, Any] | None) -> None:
+def write_json(
+    path: pathlib.Path, results: Sequence[Result], real: dict[str, Any] | None, static: Sequence[Evidence]
+) -> None:
     """Everything that was measured, each sample included.
 
-    {"schema": 1, "environment": {...}, "results": [fields of Result, ...], "real_input": {...} or null}
+    {"schema": 1, "environment": {...}, "results": [fields of Result, ...], "real_input": {...} or null,
+     "static": [fields of Evidence, ...]}
 
     JSON has no inf and no NaN: null stands for them (the error of an output that is not finite).
     """
@@ -127,6 +131,7 @@ def write_json(path: pathlib.Path, results: Sequence[Result], real: dict[str, An
         "environment": environment(),
         "results": [_finite(dataclasses.asdict(result)) for result in results],
         "real_input": _finite(real),
+        "static": [dataclasses.asdict(evidence) for evidence in static],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

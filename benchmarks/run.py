@@ -218,12 +218,10 @@ def probe_flops() -> float:
 
 
 def predicted_seconds(case: Case, rounds: int, matmul_flops: float) -> float:
-    """Roughly how long the reference of a case takes on a CPU, all in all: to make inputs, compile, check and
-    time.
+    """Roughly how long the reference of a case takes on a CPU: making inputs, compiling, checking and timing.
 
     Measured on two cores: references reach a quarter of a large product's FLOP/s, or 0.3 GB/s where they only
-      read;
-    inputs are drawn at 60 MB/s; compilation takes some 5 s. The references do not skip keys left of a window.
+    read; inputs are drawn at 60 MB/s; compilation takes some 5 s. The references do not skip keys left of a window.
     """
     work = case if not isinstance(case, GqaCase) else dataclasses.replace(case, window=None)
     call = flops(work) / (matmul_flops / 4) + bytes_moved(work) / 0.3e9

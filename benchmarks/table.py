@@ -26,8 +26,7 @@ def duration(seconds: float | None) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 2) -> str:
-    """Columns as wide as their widest cell, two spaces apart; the first `left` are left-aligned, the rest
-    right.
+    """Columns as wide as their widest cell, two spaces apart; `left` of them are left-aligned, the rest right.
 
     Raises:
       ValueError: a row has more or fewer cells than the header.

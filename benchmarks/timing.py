@@ -36,9 +36,8 @@ class Arm:
       call: a compiled function; `call(*inputs)` returns its outputs without waiting for them.
       input_sets: argument lists of equal shapes, walked in turn; see `rotate`.
       state_argument: None, or the position of the argument that the call's last output replaces before the
-        same
-        set is used again: a decode step, whose state goes in and comes out. The call may donate that
-          argument.
+        same set is used again: a decode step, whose state goes in and comes out. The call may donate that
+        argument.
     """
 
     name: str

@@ -53,8 +53,8 @@ def flash_attention(
       k: `[B, S, G, K]` in q's dtype; head h reads key head `h // (H // G)`.
       v: `[B, S, G, V]` in q's dtype; V may differ from K.
       causal: row t sees the keys `j <= t + L - T`, where L is `kv_lengths[b]`, or S without it: aligned
-        bottom-right, as in FlashAttention since 2.1. `dot_product_attention` keeps `jax.nn`'s top-left
-        alignment.
+        bottom-right, as in FlashAttention from 2.1 on. `dot_product_attention` aligns top-left, like
+        `jax.nn`'s.
       scale: factor of the logits, static; `K**-0.5` by default.
       bias: any float dtype, broadcastable to `[B, H, T, S]`, added after the cap. -inf hides a key.
       softcap: cap on the logits, static, > 0; none by default.
@@ -117,11 +117,11 @@ def dot_product_attention(
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
 
-    Its signature, and its results for finite inputs and rows with at least one key. Three differences:
+    The same arguments, and wherever inputs are finite and a row sees some key the same results. Three differences:
 
     - a row that sees no key gives 0 (`jax.nn`: the mean of the values);
     - keys that no row sees are never used, not even where they are NaN;
-    - the residual is fp32, and -inf for a row without keys (`jax.nn`: the key's dtype).
+    - the residual is always fp32 (`jax.nn`: of key's dtype); a row that sees no key has -inf.
 
     Args:
       query: `[B, T, H, K]` or `[T, H, K]` in bf16, fp16, fp32 or float64.

@@ -105,8 +105,8 @@ class Problem:
     """Static facts of one call.
 
     `left` and `right`: row t sees the keys from t - left to t + right (None: no such limit), shifted by L - T under
-    `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of those operands, 4 axes that
-    are each 1 or that of `[B, H, T, S]`. The other flags say which operands there are. `config.splits` is a number here.
+    `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of those operands, four axes
+    that are each 1 or that of `[B, H, T, S]`. The other flags say which operands there are. `config.splits` is a number.
     """
 
     batch: int
@@ -264,6 +264,8 @@ def key_tiles(p: Problem, block, split, length, rows):
     _, end_of_first = keys_of_row(p, t, length)
     start = first // p.block_k
     stop = greater(-(-end // p.block_k), start)
+    if p.left is not None:
+        stop = jnp.where(first < end, stop, start)
     if p.query_lengths:
         stop = jnp.where(t < rows, stop, start)
     if p.splits > 1:

@@ -8,14 +8,14 @@ from m = `lowest_logit`, l = 0, o = 0; in the end o / l, and lse = (c m + log2 l
 of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867, as FlashAttention-2 runs it,
 https://arxiv.org/abs/2307.08691.
 
-Plain logits are q.k, unscaled, and c is scale log2(e): the scale costs nothing of its own. With a softcap or a bias, s is
-scaled, capped and biased first, and c is log2(e).
+Plain logits are q.k, unscaled, and c is scale log2(e): the scale costs nothing of its own. With a softcap or a bias, s
+is scaled, capped and biased first, and c is log2(e).
 
 A hidden key has s = -inf. m is finite from the start, so rows without a key so far have p = exp2(-inf) = 0 and a = 1.
-Values of keys that no row of the block sees are not loaded, so 0 times NaN does not arise.
+Keys and values that no row of the block sees are not read, so 0 times NaN does not arise.
 
-m, l, o and s are fp32; p is rounded to the dtype of V for its product. Heads whose size is no power of two are walked in
-parts (`grid.parts`), so q, k, v and o are lists of tiles.
+m, l, o and s are fp32; p is rounded to the dtype of V for its product. Heads whose size is no power of two are walked
+in parts (`grid.parts`), so q, k, v and o are lists of tiles.
 """
 
 import functools
@@ -43,15 +43,13 @@ class Axis(NamedTuple):
     mask: jax.Array | None
 
 
-def axis(start, tile, size=None) -> Axis:
-    """`tile` elements from `start` on; where `size` is given, those below it exist."""
-    index = start + lax.iota(jnp.int32, tile)
-    return Axis(index, None if size is None else index < size)
-
-
 def feature_axes(size, most) -> list[Axis]:
     """The `size` elements of a head, in parts."""
-    return [axis(start, tile, size if start + tile > size else None) for start, tile in grid.parts(size, most)]
+    found = []
+    for start, tile in grid.parts(size, most):
+        index = start + lax.iota(jnp.int32, tile)
+        found.append(Axis(index, index < size if start + tile > size else None))
+    return found
 
 
 def tile_mask(rows: Axis, columns: Axis):
@@ -63,19 +61,17 @@ def tile_mask(rows: Axis, columns: Axis):
     return jnp.broadcast_to(mask, (rows.index.size, columns.index.size))
 
 
-def load(ref, mask, other):
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=other)
+def load_tile(ref, rows: Axis, columns: Axis):
+    """The tile ref[rows, columns]; 0 where it does not exist."""
+    ref, mask = ref.at[rows.index[:, None], columns.index[None, :]], tile_mask(rows, columns)
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
 
 
-def load_tile(ref, rows: Axis, columns: Axis, other=0.0):
-    """The tile ref[rows, columns]; `other` where it does not exist."""
-    return load(ref.at[rows.index[:, None], columns.index[None, :]], tile_mask(rows, columns), other)
-
-
-def load_pairs(ref, rows: Axis, columns: Axis, other):
-    """The same of an array that may have size 1 along an axis, and so has the tile."""
-    one = axis(0, 1)
-    return load_tile(ref, *(one if n == 1 else a for n, a in zip(ref.shape, (rows, columns), strict=True)), other)
+def load_pairs(ref, rows: Axis, columns: Axis):
+    """The tile ref[rows, columns] of an array that may have size 1 along an axis, and so has the tile."""
+    one = jnp.zeros(1, jnp.int32)
+    i, j = (one if n == 1 else a.index for n, a in zip(ref.shape, (rows, columns), strict=True))
+    return plgpu.load(ref.at[i[:, None], j[None, :]])
 
 
 def store_tile(ref, rows: Axis, columns: Axis, value):
@@ -104,9 +100,7 @@ def exp2(x, target):
     else:
         return jnp.exp2(x)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    (y,) = plgpu.elementwise_inline_asm(
-        asm, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[shape]
-    )
+    (y,) = plgpu.elementwise_inline_asm(asm, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[shape])
     return y
 
 
@@ -159,13 +153,16 @@ def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
     m, l, o = state
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     a = exp2(c * (m - m_new), target)
-    # c s - c m is one fused multiply-add, in which c m is rounded and c s is not. That is one factor for a whole row as
-    # long as c m is not huge. Beyond, a power of two for c makes both exact; logits that differ at all differ by 16 / c.
+    # c s - c m is one fused multiply-add, in which c m is rounded and c s is not: one factor for the whole row, which
+    # cancels. Where c m is huge that factor overflows, and a power of two for c makes both products exact. Logits that
+    # differ at all then differ by 16 / c or more, so what weighs anything still weighs the same.
     c_row = jnp.where(jnp.abs(c * m_new) < LARGE_EXPONENT, c, power_of_two_from(c))
     p = exp2(c_row[:, None] * s - (c_row * m_new)[:, None], target)
     rounded = round_weights(p, v[0].dtype, target)
     return Softmax(
-        m_new, a * l + jnp.sum(p, axis=1), [a[:, None] * x + dot(rounded, y, precision) for x, y in zip(o, v, strict=True)]
+        m_new,
+        a * l + jnp.sum(p, axis=1),
+        [a[:, None] * x + dot(rounded, y, precision) for x, y in zip(o, v, strict=True)],
     )
 
 
@@ -174,7 +171,8 @@ def finish(state: Softmax, c):
     m, l, o = state
     empty = l == 0.0
     l = jnp.where(empty, 1.0, l)
-    return [x / l[:, None] for x in o], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
+    # One division a row.
+    return [(1.0 / l)[:, None] * x for x in o], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
 
 
 def product_precision(p: Problem, target):
@@ -195,28 +193,31 @@ def logit_units(p: Problem, ins, scale):
     return factor, max(abs(scale) * LOG2_E, 1e-30)
 
 
-def query_axis(p: Problem, block) -> Axis:
-    return axis(block * p.block_q, p.block_q, p.queries if p.queries % p.block_q else None)
+def query_axes(p: Problem, block, rows_end) -> tuple[Axis, Axis]:
+    """The rows of a block as they are read and as they are stored. In the place of rows from the end on, the last."""
+    t = block * p.block_q + lax.iota(jnp.int32, p.block_q)
+    ragged = p.queries % p.block_q != 0
+    last = jnp.maximum(rows_end - 1, 0) if p.query_lengths else p.queries - 1
+    read = jnp.minimum(t, last) if ragged or p.query_lengths else t
+    return Axis(read, None), Axis(t, t < p.queries if ragged else None)
 
 
-def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, bias, length, rows_end):
-    """Which keys of a tile each row sees: bool `[rows or 1, keys]`."""
-    t, j = rows.index[:, None], keys.index[None, :]
-    first, end = grid.keys_of_row(p, t, length)
-    allowed = j < end
+def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, start, bias, length):
+    """Which keys of a tile, from key `start` on, each row sees: bool `[rows or 1, keys]`."""
+    first, end = grid.keys_of_row(p, rows.index[:, None], length)
+    # Counted from the tile's start, its keys are constants.
+    j = lax.iota(jnp.int32, p.block_k)[None, :]
+    allowed = j < end - start
     if p.left is not None:
-        allowed = allowed & (j >= first)
-    if not p.hides_keys:
-        return allowed
+        allowed = allowed & (j >= first - start)
     if p.bias is not None:
         allowed = allowed & (bias > -jnp.inf)
     if p.mask is not None:
-        allowed = allowed & (load_pairs(ins["mask"], rows, keys, 0) != 0)
+        allowed = allowed & (load_pairs(ins["mask"], rows, keys) != 0)
     if p.segments:
-        q_ids = load(ins["q_segment_ids"].at[rows.index], rows.mask, 0)
-        kv_ids = load(ins["kv_segment_ids"].at[keys.index], keys.mask, 0)
-        allowed = allowed & (q_ids[:, None] == kv_ids[None, :])
-    return allowed & (t < rows_end)
+        q_ids, kv_ids = (ins[f"{name}_segment_ids"].at[a.index] for name, a in (("q", rows), ("kv", keys)))
+        allowed = allowed & (plgpu.load(q_ids)[:, None] == plgpu.load(kv_ids)[None, :])
+    return allowed
 
 
 def forward_body(ins, outs, *, p: Problem, scale, target):
@@ -228,7 +229,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     length = ins["kv_lengths"][0] if p.kv_lengths else p.keys
     rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if p.query_lengths else p.queries
     first, end = grid.keys_of_block(p, block, length, rows_end)
-    rows = query_axis(p, block)
+    rows, stored_rows = query_axes(p, block, rows_end)
     features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
     precision = product_precision(p, target)
     factor, c = logit_units(p, ins, scale)
@@ -240,24 +241,25 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
         q = [x * sign if p.logit_factor else x if scale >= 0 else -x for x in q]
 
     def step(tile, state, masked):
-        j = tile * p.block_k + lax.iota(jnp.int32, p.block_k)
-        keys = Axis(j, None if not masked else j < end if p.left is None else (first <= j) & (j < end))
-        # Logits of hidden keys are replaced, so their k may be anything that exists.
-        there = keys if p.keys % p.block_k else Axis(j, None)
-        k = (load_tile(ins["k"], there, part).astype(p.product_dtype) for part in features)
-        s, bias = sum(dot(x, y.T, precision) for x, y in zip(q, k, strict=True)), None
+        start = tile * p.block_k
+        j = start + lax.iota(jnp.int32, p.block_k)
+        # In the place of keys that no row sees stands one that a row sees: it exists, and is finite.
+        keys = Axis(jnp.minimum(j if p.left is None else jnp.maximum(j, first), end - 1) if masked else j, None)
+        k = [load_tile(ins["k"], keys, part).astype(p.product_dtype) for part in features]
+        s = functools.reduce(jnp.add, (dot(x, y.T, precision) for x, y in zip(q, k, strict=True)))
+        bias = None
         if p.softcap is not None:
             s = p.softcap * jnp.tanh(s * (factor / p.softcap))
         elif p.natural_logits:
             s = s * factor
         if p.bias is not None:
-            bias = load_pairs(ins["bias"], rows, keys, -jnp.inf).astype(jnp.float32)
+            bias = load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
             s = jnp.maximum(s + bias, lowest_logit(c))
         if masked:
-            allowed = allowed_pairs(p, ins, rows, keys, bias, length, rows_end)
+            allowed = allowed_pairs(p, ins, rows, keys, start, bias, length)
             s = jnp.where(allowed, s, -jnp.inf)
             if p.hides_keys:
-                keys = Axis(j, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
+                keys = Axis(keys.index, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
         v = [load_tile(ins["v"], keys, part).astype(p.product_dtype) for part in values]
         return softmax_step(state, s, v, c=c, target=target, precision=precision)
 
@@ -269,35 +271,35 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
             state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
 
     if p.query_lengths:
-        there = rows.index < rows_end
+        there = stored_rows.index < rows_end
         o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
         state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
     if p.splits == 1:
-        return store_results(p, ins, outs, rows, values, state, c)
+        return store_results(p, ins, outs, stored_rows, values, state, c)
     for name in ("m", "l"):
-        plgpu.store(outs[name].at[rows.index], getattr(state, name), mask=rows.mask)
+        plgpu.store(outs[name].at[stored_rows.index], getattr(state, name), mask=stored_rows.mask)
     for part, o in zip(values, state.o, strict=True):
-        store_tile(outs["o"], rows, part, o)
+        store_tile(outs["o"], stored_rows, part, o)
 
 
 def merge_body(ins, outs, *, p: Problem, scale, target):
     """One query block of one head: m, l and o of all splits to results. A split without keys has l = 0 and o = 0."""
     _, _, block = grid.merge_program(pl.program_id(0), p)
-    rows, values = query_axis(p, block), feature_axes(p.value_size, p.config.head_tile)
+    rows, stored_rows = query_axes(p, block, p.queries)
+    values = feature_axes(p.value_size, p.config.head_tile)
     _, c = logit_units(p, ins, scale)
 
     def step(i, state):
-        m, l = (load(ins[name].at[i, rows.index], rows.mask, 0.0) for name in ("m", "l"))
+        m, l = (plgpu.load(ins[name].at[i, rows.index]) for name in ("m", "l"))
         m_new = jnp.maximum(state.m, m)
         a, b = exp2(c * (state.m - m_new), target), exp2(c * (m - m_new), target)
         o = []
         for part, x in zip(values, state.o, strict=True):
-            at = (i, rows.index[:, None], part.index[None, :])
-            o.append(a[:, None] * x + b[:, None] * load(ins["o"].at[at], tile_mask(rows, part), 0.0))
+            o.append(a[:, None] * x + b[:, None] * load_tile(ins["o"].at[i], rows, part))
         return Softmax(m_new, a * state.l + b * l, o)
 
     state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, values, c))
-    store_results(p, ins, outs, rows, values, state, c)
+    store_results(p, ins, outs, stored_rows, values, state, c)
 
 
 def store_results(p: Problem, ins, outs, rows: Axis, values: list[Axis], state: Softmax, c):
@@ -311,7 +313,6 @@ def store_results(p: Problem, ins, outs, rows: Axis, values: list[Axis], state: 
 
 def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     """`pl.pallas_call` with operands and results by name."""
-    # Under shard_map a result varies over the mesh axes that its operands vary over.
     varies = jax.typeof(operands["q"]).manual_axis_type
     return pl.pallas_call(
         body,
@@ -327,6 +328,11 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     )({n: operands[n] for n in plan.in_specs})
 
 
+def vary(x, axes):
+    missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def attention(p: Problem, operands: dict, *, scale, target):
     """One launch, or two where several workgroups share a query block.
 
@@ -340,6 +346,9 @@ def attention(p: Problem, operands: dict, *, scale, target):
     Returns:
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
+    # Under shard_map results vary over the mesh axes that any operand varies over.
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
+    operands = {name: vary(x, axes) for name, x in operands.items()}
     body, merge = (functools.partial(f, p=p, scale=scale, target=target) for f in (forward_body, merge_body))
     interpret = target is None
     order = p.config.order

@@ -124,8 +124,8 @@ class Problem:
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """One row of states, in the user's layout."""
-        sizes = (self.key_size, self.value_size)
-        return self.heads, *(sizes[::-1] if self.state_v_first else sizes)
+        H, K, V = self.heads, self.key_size, self.value_size
+        return (H, V, K) if self.state_v_first else (H, K, V)
 
     @property
     def in_place(self) -> bool:

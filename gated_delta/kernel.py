@@ -201,6 +201,7 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
     in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
     rows, existing = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
     live = existing.mask
+    assert live is not None
     features = columns(0, p.key_size, p.key_tile)
     q, k = load_tile(ins["q"], (), rows, features), load_tile(ins["k"], (), rows, features)
     beta = jnp.where(live, load_tokens(ins["beta"], (), rows), 0.0)
@@ -222,7 +223,7 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
 
     precision = product_precision(p, architecture)
     query_norm, key_norm = (norm_factor(q), norm_factor(k)) if l2norm else (1.0, 1.0)
-    column_norm = key_norm[None, :] if l2norm else 1.0
+    column_norm = key_norm[None, :] if isinstance(key_norm, jax.Array) else 1.0
     key_out = to_end * key_norm
     if p.scaled:
         key_power = power_of_two(jnp.square(jnp.max(key_out)))

@@ -243,7 +243,7 @@ def _refuse(name: str, got, allowed: str):
 
 
 def _split(query, key, value, H, G):
-    """q `[B, T, H, K]`, k `[B, T, G, K]`, v `[B, T, G, V]`."""
+    """q `[B, T, H, K]`; k and v likewise, with G heads of K and V features."""
     if query.ndim != 3:
         _refuse("query", f"shape {query.shape}", "[B, T, hidden]")
     if (key is None) != (value is None):

@@ -73,7 +73,7 @@ def gated_delta_bounds(
 ) -> GatedDelta:
     """What `gated_delta_errors` of a chunked implementation may be at most.
 
-    fp32: 2e-6 for gates that vary, 4e-6 for one constant gate, 2e-5 where beta exceeds 1.
+    fp32: 2e-6; 4e-6 where every token has the same gate; 2e-5 if beta exceeds 1.
     fp16: 1e-3. bf16: 4e-3, and 5e-3 for a constant gate of -1e-3.
     fp16 and bf16 with repeated or correlated keys, gates as strong as -316 or beta above 1: 1.5 times the
     errors of the chunk reference with operands rounded to that dtype, since there the data amplifies any
@@ -110,8 +110,8 @@ def attention_bound(truth: np.ndarray, low_precision: np.ndarray | None, dtype: 
 
     fp32 (and every lse): 2e-5 max(1, |truth|).
     fp16 and bf16: per row, twice the largest error of `low_precision`, the dense formula in the input dtype
-    (logits and softmax in fp32, probabilities rounded to v's dtype, output rounded), plus one unit in the
-    last place of the row's largest value.
+    (logits and softmax in fp32; rounded are the probabilities, to v's dtype, and the output). On top of it one
+    unit in the last place of the row's largest value.
     """
     truth = np.asarray(truth, np.float64)
     if dtype == "float32":

@@ -14,7 +14,7 @@ https://arxiv.org/abs/2205.14135): the fast path on a CPU, and the one that is d
 bounded by a tile whatever `S` is. Both keep logits, maximum, sum and accumulator in fp32, or in float64 for
 float64 inputs (under `jax.enable_x64`).
 
-A row with no allowed key gives 0 and lse -inf, with finite gradients. Keys that no row of a tile may see are
+Where a row may see no key at all, o is 0 and lse -inf, and gradients are finite. Keys that no row of a tile may see are
 never used: NaN there changes nothing, not even a gradient. `dense` has one tile per batch row and key head.
 """
 

@@ -14,7 +14,7 @@ Forms that share no more than the layout of their arguments:
     affine_gated_delta_rule       chunk maps S_out = L S_in + b: `lax.scan`, or `lax.associative_scan`
 
 Letters: B batch, T tokens, G key heads, H value heads (head h reads key head h // (H // G)), K and V head
-sizes, C tokens in a chunk, N chunks, R packed sequences.
+sizes, R packed sequences; a sequence has N chunks of C tokens.
 
 Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464, equation 10 and section 3.3);
 Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (arXiv:2406.06484).
@@ -49,7 +49,7 @@ def recurrent_gated_delta_rule(
       q, k: `[B, T, G, K]`, in bf16, fp16, fp32 or fp64. Keys are expected with a norm of at most 1.
       v: `[B, T, H, V]`, H a multiple of G.
       g: `[B, T, H]`, natural logarithm of the decay, at most 0; -inf erases the state.
-      beta: `[B, T, H]`, step size in [0, 1], up to 2 with negative eigenvalues.
+      beta: `[B, T, H]`, step size from 0 to 1; to 2 where eigenvalues may be negative.
       scale: factor on the output; `K**-0.5` if None.
       initial_state: `[B, H, K, V]` (`[R, H, K, V]` if packed) of any float dtype; zeros if None.
       output_final_state: whether the state after the last token is returned.
@@ -64,7 +64,7 @@ def recurrent_gated_delta_rule(
     """
     (B, T, G, K), (H, V) = q.shape, v.shape[2:]
     dtype = _working_dtype(q)
-    scale = K**-0.5 if scale is None else scale
+    scale = float(K**-0.5) if scale is None else scale
     S0 = _initial_state(initial_state, state_v_first, (q, k, v, g, beta), cu_seqlens)
     if T == 0 or S0.shape[0] == 0:
         return _result(jnp.zeros_like(v), S0, output_final_state, state_v_first)
@@ -136,7 +136,7 @@ def chunk_gated_delta_rule(
     """
     (B, T, G, K), (H, V) = q.shape, v.shape[2:]
     dtype, C = _working_dtype(q), chunk_size
-    scale = K**-0.5 if scale is None else scale
+    scale = float(K**-0.5) if scale is None else scale
     S0 = _initial_state(initial_state, state_v_first, (q, k, v, g, beta), cu_seqlens)
     if T == 0 or S0.shape[0] == 0:
         return _result(jnp.zeros_like(v), S0, output_final_state, state_v_first)
@@ -235,7 +235,7 @@ def affine_gated_delta_rule(
     """
     (_, T, G, K), (H, V) = q.shape, v.shape[2:]
     dtype, C = _working_dtype(q), chunk_size
-    scale = K**-0.5 if scale is None else scale
+    scale = float(K**-0.5) if scale is None else scale
     S0 = _initial_state(initial_state, state_v_first, (q, k, v, g, beta), cu_seqlens)
     if T == 0 or S0.shape[0] == 0:
         return _result(jnp.zeros_like(v), S0, output_final_state, state_v_first)
@@ -426,8 +426,8 @@ def _initial_state(initial_state, state_v_first, qkvgb, cu_seqlens):
         S = jnp.zeros((rows, v.shape[2], q.shape[3], v.shape[3]), dtype)
     # Under shard_map the carry of a scan must vary over every mesh axis that its inputs vary over.
     axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in qkvgb))
-    axes = tuple(axes - set(jax.typeof(S).manual_axis_type.varying))
-    return lax.pcast(S, axes, to="varying") if axes else S
+    missing = axes - set(jax.typeof(S).manual_axis_type.varying)
+    return lax.pcast(S, tuple(missing), to="varying") if missing else S
 
 
 def _result(o, S, output_final_state, state_v_first):

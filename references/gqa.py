@@ -44,11 +44,11 @@ def grouped_query_attention(
       q: `[B, T, H, K]` in bf16, fp16, fp32 or float64.
       k: `[B, S, G, K]`, q's dtype, or a 16-bit one where q is fp32; `H % G == 0`. Holds the new keys too.
       v: `[B, S, G, V]`, k's dtype.
-      past: int32 `[B]` or scalar, keys before this step; default `S - T`.
-      lengths: int32 `[B]`, the valid new tokens `T_b`; default `T`.
+      past: int32, `[B]` or a scalar: how many keys came before these tokens; default `S - T`.
+      lengths: int32 `[B]`: how many of the new tokens are valid, `T_b`; default `T`.
       window: None, or how many keys a row sees, its own included (1: itself only).
-      sinks: `[H]`, any float dtype: one raw logit per query head, neither scaled nor capped, without a value.
-        -inf equals none.
+      sinks: `[H]`, any float dtype: a further logit of each query head, taken as it is (no scale, no cap), that
+        has no value row. -inf equals none.
       bias: any float dtype, broadcastable to `[B, H, T, S]`, added after the cap. -inf hides a key.
       softcap: None, or the cap > 0 of `softcap * tanh(l / softcap)`.
       scale: factor of the logits, default `K**-0.5`.

@@ -9,3 +9,11 @@ import jax.experimental.pallas.fuser
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The programs of the suite run for milliseconds and compile for seconds.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects the tests marked `gpu` where jax has no GPU."""
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu and jax.default_backend() != "gpu":
+        config.hook.pytest_deselected(items=of_gpu)
+        items[:] = [item for item in items if item not in of_gpu]

@@ -1,6 +1,7 @@
 """`python -m amdgpu`: arguments, tables, JSON, files, exit status."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -214,15 +215,11 @@ def test_json_file_and_machine_code(tmp_path, capsys):
         multiply["vgprs"],
         multiply["sgprs"],
     )
-    assert (
-        add["matrix_kinds"] == {}
-        and sum(multiply["matrix_kinds"].values()) == multiply["counts"]["matrix"] > 0
-    )
+    assert add["matrix_kinds"] == {} and sum(multiply["matrix_kinds"].values()) == multiply["counts"]["matrix"] > 0
     code = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*") if path.is_file())
     stem = "gfx950_own_kernels_add_and_multiply"
     assert code == [
-        f"{stem}/{name}"
-        for name in ("0_add_body.s", "0_add_body.ttir", "1_matmul_body.s", "1_matmul_body.ttir")
+        f"{stem}/{name}" for name in ("0_add_body.s", "0_add_body.ttir", "1_matmul_body.s", "1_matmul_body.ttir")
     ]
     assert "v_mfma_f32" in (folder / stem / "1_matmul_body.s").read_text()
     assert "tt.dot" in (folder / stem / "1_matmul_body.ttir").read_text()
@@ -243,6 +240,24 @@ def test_kernel_that_does_not_fit(capsys):
     # Its operands go through LDS whole: 2 bytes x 128 x 512 of each.
     assert main(["own_kernels:multiply", "--shapes", "bf16[128,512] bf16[512,128]", "--arch", "gfx942"]) == 1
     assert "LDS: does not fit: 131,072 B of LDS asked, a workgroup may have 65,536" in capsys.readouterr().out
+
+
+def test_faults_are_told_and_fail_the_command(capsys, monkeypatch):
+    compile_call = isa.compile_call
+
+    def spill(call, arch):
+        kernel = compile_call(call, arch)
+        text = "kernel:\n.LBB0_1:\n\tscratch_load_b32 v1, off, off\n\ts_cbranch_scc0 .LBB0_1\n\ts_endpgm\n"
+        begin = kernel.amdgcn.index("\t.amdgpu_metadata")
+        return dataclasses.replace(kernel, amdgcn=f"{text}.Lfunc_end0:\n{kernel.amdgcn[begin:]}")
+
+    monkeypatch.setattr(isa, "compile_call", spill)
+    add = ["own_kernels:add", "--shapes", "f32[64,64] f32[64,64]", "--arch", "gfx1100"]
+    assert main(add) == 1
+    assert "FAULT  add_body: loop .LBB0_1: 1 instructions touch scratch memory" in capsys.readouterr().out
+    assert main([*add, "--json"]) == 1
+    ((kernel,),) = (result["kernels"] for result in json.loads(capsys.readouterr().out)["results"])
+    assert [fault.split(":")[0] for fault in kernel["faults"]] == ["loop .LBB0_1"]
 
 
 def test_a_row_that_does_not_compile_is_told_and_the_others_go_on(capsys, monkeypatch):

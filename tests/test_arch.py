@@ -48,9 +48,7 @@ def test_xcds(name, xcds):
 
 
 def abstract(kind, platform="rocm"):
-    return AbstractMesh(
-        (), (), abstract_device=AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
-    )
+    return AbstractMesh((), (), abstract_device=AbstractDevice(device_kind=kind, num_cores=None, platform=platform))
 
 
 @pytest.mark.parametrize("name", [*arch.KNOWN, "gfx90a"])

@@ -99,6 +99,15 @@ def test_nested_loops_are_counted_apart():
     assert "s_cbranch_scc1 .LBB0_2" in lines[inner.last_line - 1]
 
 
+def test_instructions_know_the_line_they_were_made_from():
+    # From `.loc file line column` on, until the next one, past labels and other directives.
+    text = "v_nop\n.loc 1 7 3\n.A:\nv_nop\n.p2align 2\ns_nop 0\n\t.loc\t1 12 5 ; k.ttir:12:5\nv_nop\ns_branch .A\n"
+    code = [i for block in assembly.blocks(text) for i in block.instructions]
+    assert [i.source for i in code] == [0, 7, 7, 12, 12]
+    (loop,) = assembly.loops(text)
+    assert [i.source for i in loop.code] == [7, 7, 12, 12]
+
+
 def labels(text):
     return [(loop.label, loop.parent) for loop in assembly.loops(text)]
 

@@ -81,7 +81,14 @@ def test_gates():
     assert np.sum(np.isinf(reset)) == reset[:, 5].size
     sparse = np.asarray(cases.inputs(GATES["sparse"])["g"])
     assert 0.5 < np.mean(sparse == 0) < 0.8
-    # Gated DeltaNet's initialisation: from heads that forget in a token to heads that remember thousands.
+    A_log, dt_bias = cases.gated_delta.gate_parameters(np.random.default_rng(0), 4096)
+    A, step = np.exp(A_log), np.logaddexp(dt_bias, 0)
+    # Uniform in (0, 16); log-uniform in (0.001, 0.1).
+    np.testing.assert_allclose(np.quantile(A, (0, 0.25, 0.5, 0.75, 1)), (0, 4, 8, 12, 16), atol=0.3)
+    np.testing.assert_allclose(
+        np.quantile(np.log10(step), (0, 0.25, 0.5, 0.75, 1)), (-3, -2.5, -2, -1.5, -1), atol=0.05
+    )
+    # From heads that forget in a token to heads that remember thousands.
     model = np.asarray(cases.inputs(GatedDeltaCase("many_heads", "", 1, 64, 1, 512, 1, 1))["g"])
     mean = model.mean(axis=1)
     assert mean.min() < -1

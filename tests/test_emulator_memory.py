@@ -48,7 +48,7 @@ def test_global_loads(arch, name, size, signed):
             assert got == want
 
 
-@pytest.mark.parametrize("name, size", [("b8", 1), ("b16", 2), ("b32", 4), ("b64", 8), ("b96", 12), ("b128", 16)])
+@pytest.mark.parametrize("name, size", [(f"b{8 * n}", n) for n in (1, 2, 4, 8, 12, 16)])
 @pytest.mark.parametrize("arch", ALL)
 def test_global_stores(arch, name, size):
     lanes, memory = LANES[arch], Memory()

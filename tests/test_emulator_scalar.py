@@ -176,8 +176,8 @@ for _kind, _relations in (("i32", 6), ("u32", 6), ("u64", 2)):
         ]  # fmt: skip
 for _name, _function in {
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b, "lg": lambda a, b: a < b or a > b, "neq": lambda a, b: a != b,
-    "o": lambda a, b: not (math.isnan(a) or math.isnan(b)), "u": lambda a, b: math.isnan(a) or math.isnan(b),
+    "ge": lambda a, b: a >= b, "neq": lambda a, b: a != b, "lg": lambda a, b: a > b or a < b,
+    "u": lambda a, b: math.isnan(a) or math.isnan(b), "o": lambda a, b: not (math.isnan(a) or math.isnan(b)),
     "nge": lambda a, b: not a >= b, "nlg": lambda a, b: not (a < b or a > b), "ngt": lambda a, b: not a > b,
     "nle": lambda a, b: not a <= b, "nlt": lambda a, b: not a < b,
 }.items():  # fmt: skip

@@ -30,7 +30,7 @@ CASES = [
     both("v_and_or_b32", "u32 u32 u32", "u32", lambda a, b, c: (a & b) | c, encoding=THREE),
     both("v_or3_b32", "u32 u32 u32", "u32", lambda a, b, c: a | b | c, encoding=THREE),
     both("v_xor3_b32", "u32 u32 u32", "u32", lambda a, b, c: a ^ b ^ c, RDNA, THREE),
-    both("v_bfi_b32", "u32 u32 u32", "u32", lambda a, b, c: (a & b) | (~a & c), encoding=THREE),
+    both("v_bfi_b32", "u32 u32 u32", "u32", lambda a, b, c: c ^ (a & (b ^ c)), encoding=THREE),
     both("v_bfe_u32", "u32 u32 u32", "u32", field, encoding=THREE),
     both("v_bfe_i32", "u32 u32 u32", "u32", lambda a, b, c: field(a, b, c, True), encoding=THREE),
     both("v_bfm_b32", "u32 u32", "u32", lambda a, b: (2 ** (a & 31) - 1) << (b & 31)),

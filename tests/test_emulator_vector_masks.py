@@ -23,8 +23,8 @@ def nan_in(a, b):
 RELATIONS = {
     "lt": operator.lt, "eq": operator.eq, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "lg": lambda a, b: a < b or a > b, "ne": operator.ne, "o": lambda a, b: not nan_in(a, b), "u": nan_in,
-    "nge": lambda a, b: not a >= b, "nlg": lambda a, b: not (a < b or a > b), "ngt": lambda a, b: not a > b,
-    "nle": lambda a, b: not a <= b, "neq": lambda a, b: a != b, "nlt": lambda a, b: not a < b,
+    "neq": operator.ne, "nge": lambda a, b: not a >= b, "ngt": lambda a, b: not a > b, "nle": lambda a, b: not a <= b,
+    "nlt": lambda a, b: not a < b, "nlg": lambda a, b: not (a < b or a > b),
     "f": lambda a, b: False, "t": lambda a, b: True, "tru": lambda a, b: True,
 }  # fmt: skip
 FLOAT_RELATIONS = ("lt", "eq", "le", "gt", "lg", "ge", "o", "u", "nge", "nlg", "ngt", "nle", "neq", "nlt")

@@ -27,7 +27,7 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @each_implementation
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_chunked_prefill_equals_one_shot(window, implementation):
-    """executorch 21857, mlx 3452: at every split, chunks longer than the window included; then token by token."""
+    """executorch 21857, mlx 3452: wherever it is split, into chunks that may exceed the window; then token by token."""
     B, T, S, chunk = 2, 24, 30, 8
     q, k, v = qkv(B, T, T, H=4, G=2)
     sinks = jnp.linspace(-2.0, 2.0, 4)

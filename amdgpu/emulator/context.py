@@ -63,7 +63,7 @@ def run_kernel(
     return arrays, executed
 
 
-class _Session:
+class _Emulation:
     """The kernels of one `emulate` context, compiled once each, and what ran."""
 
     def __init__(self, arch: str, transform: Callable[[Program], Program]):
@@ -102,9 +102,9 @@ class _Session:
     def _callback(self, fn, aliases, xs):
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
         _check_single_kernel(fn, avals)
-        outs = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in jax.eval_shape(fn, *avals)]
         compiled, program = self.load(fn, avals)
-        outputs = [(o.shape, o.dtype) for o in outs]
+        outputs = [(x.shape, x.dtype) for x in jax.eval_shape(fn, *avals)]
+        outs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
 
         def run(*arrays):
             start = time.perf_counter()
@@ -136,10 +136,14 @@ def emulate(arch: str, *, transform: Callable[[Program], Program] = lambda p: p)
             o, state = gated_delta.chunk_gated_delta_rule(q, k, v, g, beta)
         assert ran
 
-    Each kernel is lowered for ROCm, compiled by Triton's AMD backend (extra `isa`) and interpreted. Inside,
-    `lax.platform_dependent` takes its `rocm` branch (or the default), so public functions run the kernels that a
-    ROCm device would. They compose as ever with jit, vmap, grad and loops. jax's caches are cleared on entry and on
-    exit: a function that was traced outside would otherwise run what it was traced to.
+    Triton's AMD backend (extra `isa`) makes machine code of each kernel's ROCm lowering, which is then interpreted.
+    Inside, `lax.platform_dependent` takes its `rocm` branch (or the default), so public functions run the kernels
+    that a ROCm device would. They compose as ever with jit, vmap, grad and loops. jax's caches are cleared on entry
+    and on exit: a function that was traced outside would otherwise run what it was traced to.
+
+    Not thread-safe: until the context ends, `pl.pallas_call` and `jax.lax.platform_dependent` are replaced in their
+    modules, for every thread of the process, and the caches cleared are everyone's. Code that took `pallas_call` by
+    another name (`from ... import pallas_call`) is not reached. Contexts may not overlap or nest.
 
     Args:
         arch: gfx942, gfx950, gfx1100, gfx1151 or gfx1201.
@@ -154,7 +158,7 @@ def emulate(arch: str, *, transform: Callable[[Program], Program] = lambda p: p)
             know, a memory access out of bounds, or anything else that the hardware leaves undefined.
     """
     Target(arch)
-    session = _Session(arch, transform)
+    emulation = _Emulation(arch, transform)
     pallas_call, platform_dependent = pl.pallas_call, jax.lax.platform_dependent
 
     def rocm_branch(*args, default=None, **branches):
@@ -177,14 +181,14 @@ def emulate(arch: str, *, transform: Callable[[Program], Program] = lambda p: p)
             def flat(*xs):
                 return tuple(jax.tree.leaves(original(*jax.tree.unflatten(tree, xs))))
 
-            return jax.tree.unflatten(results, session.emulated(flat, aliases)(*leaves))
+            return jax.tree.unflatten(results, emulation.emulated(flat, aliases)(*leaves))
 
         return call
 
     jax.clear_caches()
-    pl.pallas_call, jax.lax.platform_dependent = emulated_call, rocm_branch
+    jax.lax.platform_dependent, pl.pallas_call = rocm_branch, emulated_call
     try:
-        yield session.ran
+        yield emulation.ran
     finally:
         pl.pallas_call, jax.lax.platform_dependent = pallas_call, platform_dependent
         jax.clear_caches()

@@ -5,15 +5,27 @@ import numpy as np
 from amdgpu.emulator.errors import EmulatorError
 from amdgpu.emulator.registers import EXEC, VCC
 
-#: Instructions without effect here: waits, hints, cache control.
-NO_EFFECT = frozenset((
-    "s_nop", "s_waitcnt", "s_waitcnt_vscnt", "s_waitcnt_vmcnt", "s_waitcnt_lgkmcnt", "s_waitcnt_expcnt",
-    "s_waitcnt_depctr", "s_wait_alu", "s_wait_idle", "s_wait_loadcnt", "s_wait_storecnt", "s_wait_dscnt",
-    "s_wait_kmcnt", "s_wait_expcnt", "s_wait_loadcnt_dscnt", "s_wait_storecnt_dscnt", "s_wait_samplecnt",
-    "s_wait_bvhcnt", "s_delay_alu", "s_clause", "s_setprio", "s_sleep", "s_code_end",
-    "s_set_inst_prefetch_distance", "s_icache_inv", "s_dcache_inv", "buffer_gl0_inv", "buffer_gl1_inv",
-    "buffer_inv", "buffer_wbl2", "global_inv", "global_wb", "global_wbinv", "v_nop",
-))  # fmt: skip
+# Waits: the counters of gfx9 to gfx11, those of gfx12, and what is waited for besides.
+_COUNTERS = ("vm", "lgkm", "exp", "vs")
+_COUNTERS_12 = ("load", "store", "ds", "km", "exp", "sample", "bvh")
+_WAITS = (
+    "s_waitcnt",
+    *(f"s_waitcnt_{name}cnt" for name in _COUNTERS),
+    "s_waitcnt_depctr",
+    *(f"s_wait_{name}cnt" for name in _COUNTERS_12),
+    *(f"s_wait_{name}cnt_dscnt" for name in ("load", "store")),
+    *(f"s_wait_{name}" for name in ("alu", "idle")),
+)
+# Invalidating and writing back what is cached.
+_CACHES = (
+    *(f"buffer_{level}inv" for level in ("", "gl0_", "gl1_")),
+    *(f"global_{action}" for action in ("wb", "inv", "wbinv")),
+    *(f"s_{letter}cache_inv" for letter in "di"),
+    "buffer_wbl2",
+)
+_HINTS = ("s_delay_alu", "s_clause", "s_setprio", "s_sleep", "s_set_inst_prefetch_distance")
+#: Instructions without effect here.
+NO_EFFECT = frozenset((*_WAITS, *_CACHES, *_HINTS, "s_nop", "v_nop", "s_code_end"))
 
 
 def _vcc(w):

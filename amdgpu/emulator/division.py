@@ -59,33 +59,52 @@ def div_fixup(quotient, denominator, numerator):
     return (r | sign).view(np.float32)
 
 
-def decode_division(inst, factory):
-    """The three instructions of the division macro."""
-    name = inst.opcode[2:]
-    if name not in ("div_scale_f32", "div_fmas_f32", "div_fixup_f32"):
-        return None
-    check_modifiers(inst)
-    first = 2 if name == "div_scale_f32" else 1
-    a, b, c = (factory.read(parse_operand(o), "f32") for o in inst.operands[first : first + 3])
+def _fixup(inst, factory):
+    sources = _sources(inst, factory, 1)
+    return lambda w: div_fixup(*sources(w)), factory.write(parse_operand(inst.operands[0]), "f32")
+
+
+def _scale(inst, factory):
+    # The one of the three with two results: the value, and the mask for v_div_fmas.
+    sources = _sources(inst, factory, 2)
     put = factory.write(parse_operand(inst.operands[0]), "f32")
-    if name == "div_fixup_f32":
-        return lambda w: div_fixup(a(w), b(w), c(w)), put
-    if name == "div_scale_f32":
-        put_mask = factory.write_mask(parse_operand(inst.operands[1]))
+    put_mask = factory.write_mask(parse_operand(inst.operands[1]))
 
-        def write(w, result):
-            put(w, result[0])
-            put_mask(w, result[1])
+    def write(w, result):
+        scaled, mask = result
+        put(w, scaled)
+        put_mask(w, mask)
 
-        return lambda w: div_scale(a(w), b(w), c(w)), write
-    mask = factory.read_mask(vcc(factory))
+    return lambda w: div_scale(*sources(w)), write
 
-    def fmas(w):
-        x, y, z = a(w), b(w), c(w)
+
+def _fmas(inst, factory):
+    sources, mask = _sources(inst, factory, 1), factory.read_mask(vcc(factory))
+
+    def compute(w):
+        x, y, z = sources(w)
         r = fma_f32(x, y, z)
         # The documents say 2**32; the hardware undoes the 2**64 of v_div_scale, up where the third source is >= 2
         # and down elsewhere.
         scaled = np.ldexp(r.astype(np.float64), np.where(_exponent(z) > 127, 64, -64)).astype(np.float32)
         return np.where(mask(w), scaled, r)
 
-    return fmas, put
+    return compute, factory.write(parse_operand(inst.operands[0]), "f32")
+
+
+def _sources(inst, factory, first: int):
+    """Reader of the three float32 sources, which stand from operand `first` on."""
+    readers = [factory.read(parse_operand(text), "f32") for text in inst.operands[first : first + 3]]
+    return lambda w: [read(w) for read in readers]
+
+
+_DECODERS = {"v_div_scale_f32": _scale, "v_div_fmas_f32": _fmas, "v_div_fixup_f32": _fixup}
+
+
+def decode_division(inst, factory):
+    """(compute, write) of the three instructions of the division macro; None for other opcodes."""
+    decode = _DECODERS.get(inst.opcode)
+    if decode is None:
+        return None
+    check_modifiers(inst)
+    return decode(inst, factory)

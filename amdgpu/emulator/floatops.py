@@ -1,5 +1,7 @@
 """Float comparisons, minima and maxima as the hardware defines them, for any float dtype."""
 
+import operator
+
 import numpy as np
 
 _BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -39,7 +41,9 @@ def minimum(a, b):
 
 def median(a, b, c):
     """The middle one of three; where one is NaN, the smallest of the others."""
-    middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    # c, kept between the other two.
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    middle = np.minimum(np.maximum(c, low), high)
     if a.dtype.kind != "f":
         return middle
     nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
@@ -50,24 +54,20 @@ def _unordered(a, b):
     return np.isnan(a) | np.isnan(b)
 
 
-#: Relations of the compare opcodes. The negated ones (nlt ...) hold for NaN; "lg" is less or greater.
+def _negated(relation):
+    return lambda a, b: ~relation(a, b)
+
+
+#: Relations of the compare opcodes; "lg" is less or greater, "o" ordered and "u" unordered.
 COMPARE = {
-    "f": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
-    "lt": np.less,
-    "eq": np.equal,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "lg": lambda a, b: (a < b) | (a > b),
-    "ne": np.not_equal,
-    "ge": np.greater_equal,
-    "o": lambda a, b: ~_unordered(a, b),
+    # "ne" is the integers' name for neq.
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    "lg": lambda a, b: ~((a == b) | _unordered(a, b)),
     "u": _unordered,
-    "nge": lambda a, b: ~(a >= b),
-    "nlg": lambda a, b: ~((a < b) | (a > b)),
-    "ngt": lambda a, b: ~(a > b),
-    "nle": lambda a, b: ~(a <= b),
-    "neq": np.not_equal,
-    "nlt": lambda a, b: ~(a < b),
+    "o": _negated(_unordered),
+    "f": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
     "t": lambda a, b: np.ones(np.broadcast(a, b).shape, bool),
 }
+# The negated ones hold for NaN.
+COMPARE |= {f"n{name}": _negated(COMPARE[name]) for name in ("lt", "le", "gt", "ge", "eq", "lg")}
 COMPARE["tru"] = COMPARE["t"]

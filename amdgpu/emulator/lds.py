@@ -10,7 +10,7 @@ import numpy as np
 from amdgpu.emulator.bitops import U32
 from amdgpu.emulator.errors import EmulatorError
 from amdgpu.emulator.operands import parse_operand
-from amdgpu.emulator.transfer import SIZES, LoadTarget, StoreSource, select, write_words
+from amdgpu.emulator.transfer import LoadTarget, StoreSource, lane_bytes, select, write_words
 from amdgpu.emulator.vector import check_modifiers
 
 I64 = np.int64
@@ -120,17 +120,17 @@ def _load_transposed(inst, factory, bits):
 def _table():
     table = {}
     for name in ("u8", "i8", "u16", "i16", "b32", "b64", "b96", "b128"):
-        table[f"ds_read_{name}"] = table[f"ds_load_{name}"] = (_load, SIZES[name], "")
+        table[f"ds_read_{name}"] = table[f"ds_load_{name}"] = (_load, lane_bytes(name), "")
     # Not under gfx9's names: see LoadTarget.
     for name in ("u8", "i8", "u16"):
-        table[f"ds_load_{name}_d16"] = (_load, SIZES[name], "low")
-        table[f"ds_load_{name}_d16_hi"] = (_load, SIZES[name], "high")
+        table[f"ds_load_{name}_d16"] = (_load, lane_bytes(name), "low")
+        table[f"ds_load_{name}_d16_hi"] = (_load, lane_bytes(name), "high")
     for name in ("b8", "b16", "b32", "b64", "b96", "b128"):
-        table[f"ds_write_{name}"] = table[f"ds_store_{name}"] = (_store, SIZES[name], False)
+        table[f"ds_write_{name}"] = table[f"ds_store_{name}"] = (_store, lane_bytes(name), False)
     for name in ("b8", "b16"):
-        table[f"ds_write_{name}_d16_hi"] = table[f"ds_store_{name}_d16_hi"] = (_store, SIZES[name], True)
+        table[f"ds_write_{name}_d16_hi"] = table[f"ds_store_{name}_d16_hi"] = (_store, lane_bytes(name), True)
     for name in ("b32", "b64"):
-        size = SIZES[name]
+        size = lane_bytes(name)
         table[f"ds_read2_{name}"] = table[f"ds_load_2addr_{name}"] = (_load2, size, 1)
         table[f"ds_read2st64_{name}"] = table[f"ds_load_2addr_stride64_{name}"] = (_load2, size, 64)
         table[f"ds_write2_{name}"] = table[f"ds_store_2addr_{name}"] = (_store2, size, 1)

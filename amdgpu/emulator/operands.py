@@ -19,10 +19,11 @@ DTYPES = {
     "u16": np.uint16, "i16": np.int16, "f16": np.float16, "b16": np.uint16,
     "u64": np.uint64, "i64": np.int64, "f64": np.float64, "b64": np.uint64,
 }  # fmt: skip
-_NAMED = {
-    "vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "null": (NULL, 1),
-    "exec": (EXEC, 2), "exec_lo": (EXEC, 1), "exec_hi": (EXEC + 1, 1),
-}  # fmt: skip
+# Name -> first scalar register and how many. Pairs have a name for each half too.
+_NAMED = {"m0": (M0, 1), "null": (NULL, 1)}
+for _name, _first in (("exec", EXEC), ("vcc", VCC)):
+    _NAMED[_name] = _first, 2
+    _NAMED |= {f"{_name}_{half}": (_first + i, 1) for i, half in enumerate(("lo", "hi"))}
 _SIGN = {"u32": 1 << 31, "u16": 1 << 15, "u64": 1 << 63}
 
 
@@ -144,9 +145,8 @@ class OperandFactory:
         if not (negate or absolute):
             return base
         if kind[0] == "f":
-            if negate and absolute:
-                return lambda w: -np.abs(base(w))
-            return (lambda w: np.abs(base(w))) if absolute else (lambda w: -base(w))
+            magnitude = (lambda w: np.abs(base(w))) if absolute else base
+            return (lambda w: -magnitude(w)) if negate else magnitude
         if kind[0] != "b":
             raise EmulatorError("a sign modifier on an integer operand")
         sign = DTYPES[kind](_SIGN["u" + kind[1:]])

@@ -1,5 +1,7 @@
 """What all memory instructions share: active lanes, and moving words between registers and memory."""
 
+import re
+
 import numpy as np
 
 from amdgpu.emulator.bitops import U32, sign_extend
@@ -65,9 +67,25 @@ class StoreSource:
         return words >> self.shift if self.shift else words
 
 
-#: Suffixes of loads and stores: bytes, negative where the value is sign-extended.
-SIZES = {
-    "dword": 4, "b32": 4, "dwordx2": 8, "b64": 8, "dwordx3": 12, "b96": 12, "dwordx4": 16, "b128": 16,
-    "ubyte": 1, "u8": 1, "sbyte": -1, "i8": -1, "ushort": 2, "u16": 2, "sshort": -2, "i16": -2, "short": 2,
-    "b16": 2, "byte": 1, "b8": 1,
-}  # fmt: skip
+def word_count(suffix: str) -> int | None:
+    """Words that the end of a load's or store's name stands for: 4 for `dwordx4` and `b128`; None for no words."""
+    m = re.fullmatch(r"dword(?:x(\d+))?|b(\d+)", suffix)
+    if m is None:
+        return None
+    words, rest = divmod(int(m[2]), 32) if m[2] else (int(m[1] or 1), 0)
+    return words if rest == 0 and words in (1, 2, 3, 4, 8, 16) else None
+
+
+def lane_bytes(suffix: str) -> int | None:
+    """Bytes that a lane moves, by the end of a load's or store's name; negative where the value is sign-extended.
+
+    Words (at most 4), `byte` and `short`, or 8 and 16 bits; s and i are signed. None for anything else.
+    """
+    words = word_count(suffix)
+    if words is not None:
+        return 4 * words if words <= 4 else None
+    m = re.fullmatch(r"([us]?)(byte|short)|([bui])(8|16)", suffix)
+    if m is None:
+        return None
+    size = 2 if m[2] == "short" or m[4] == "16" else 1
+    return -size if m[1] == "s" or m[3] == "i" else size

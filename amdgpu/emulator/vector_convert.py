@@ -33,6 +33,10 @@ def _pack_saturated(dtype):
     return lambda a, b: pack(*[np.clip(x, bounds.min, bounds.max).astype(dtype) for x in (a, b)])
 
 
+def _pack_bf16(low, high):
+    return f32_to_bf16(low) | (f32_to_bf16(high) << U32(16))
+
+
 def _pack_toward_zero(a, b):
     return pack(f32_to_f16_toward_zero(a), f32_to_f16_toward_zero(b))
 
@@ -62,7 +66,7 @@ CONVERT = {
     "pack_b32_f16": ("u32", ("f16", "f16"), pack),
     "cvt_pk_f16_f32": ("u32", ("f32", "f32"), lambda a, b: pack(a.astype(F16), b.astype(F16))),
     "cvt_pk_rtz_f16_f32": ("u32", ("f32", "f32"), _pack_toward_zero),
-    "cvt_pk_bf16_f32": ("u32", ("f32", "f32"), lambda a, b: f32_to_bf16(a) | (f32_to_bf16(b) << U32(16))),
+    "cvt_pk_bf16_f32": ("u32", ("f32", "f32"), _pack_bf16),
     "cvt_pk_i16_f32": ("u32", ("f32", "f32"), _pack_ints(np.int16)),
     "cvt_pk_u16_f32": ("u32", ("f32", "f32"), _pack_ints(np.uint16)),
     "cvt_pk_i16_i32": ("u32", ("i32", "i32"), _pack_saturated(np.int16)),

@@ -84,6 +84,10 @@ def _mad(a, b, c):
     return a * b + c
 
 
+def _in_turn(first, second):
+    return lambda a, b, c: second(first(a, b), c)
+
+
 INTEGER = {
     "mov_b32": ("b32", ("b32",), lambda a: a),
     "mov_b16": ("b16", ("b16",), lambda a: a),
@@ -103,7 +107,7 @@ INTEGER = {
     "and_or_b32": ("u32", ("u32",) * 3, lambda a, b, c: (a & b) | c),
     "or3_b32": ("u32", ("u32",) * 3, lambda a, b, c: a | b | c),
     "xor3_b32": ("u32", ("u32",) * 3, lambda a, b, c: a ^ b ^ c),
-    "bfi_b32": ("u32", ("u32",) * 3, lambda a, b, c: (a & b) | (~a & c)),
+    "bfi_b32": ("u32", ("u32",) * 3, lambda mask, x, y: (mask & x) | (y & ~mask)),
     "bfe_u32": ("u32", ("u32",) * 3, _bit_field),
     "bfe_i32": ("u32", ("u32",) * 3, _signed_bit_field),
     "bfm_b32": ("u32", ("u32", "u32"), lambda a, b: ((U32(1) << (a & U32(31))) - U32(1)) << (b & U32(31))),
@@ -156,18 +160,17 @@ INTEGER = {
     "mul_lo_u16": ("u16", ("u16", "u16"), _multiply),
 }
 for _t in ("u32", "i32", "u16", "i16"):
+    _pair, _triple = (_t,) * 2, (_t,) * 3
     INTEGER |= {
-        f"min_{_t}": (_t, (_t,) * 2, np.minimum),
-        f"max_{_t}": (_t, (_t,) * 2, np.maximum),
-        f"min3_{_t}": (_t, (_t,) * 3, lambda a, b, c: np.minimum(np.minimum(a, b), c)),
-        f"max3_{_t}": (_t, (_t,) * 3, lambda a, b, c: np.maximum(np.maximum(a, b), c)),
-        f"med3_{_t}": (_t, (_t,) * 3, median),
+        f"min_{_t}": (_t, _pair, np.minimum),
+        f"max_{_t}": (_t, _pair, np.maximum),
+        f"min3_{_t}": (_t, _triple, _in_turn(np.minimum, np.minimum)),
+        f"max3_{_t}": (_t, _triple, _in_turn(np.maximum, np.maximum)),
+        f"med3_{_t}": (_t, _triple, median),
     }
-for _t in ("u32", "i32"):
-    INTEGER |= {
-        f"minmax_{_t}": (_t, (_t,) * 3, lambda a, b, c: np.maximum(np.minimum(a, b), c)),
-        f"maxmin_{_t}": (_t, (_t,) * 3, lambda a, b, c: np.minimum(np.maximum(a, b), c)),
-    }
+    if _t in ("u32", "i32"):
+        INTEGER[f"minmax_{_t}"] = _t, _triple, _in_turn(np.minimum, np.maximum)
+        INTEGER[f"maxmin_{_t}"] = _t, _triple, _in_turn(np.maximum, np.minimum)
 #: Names that differ between generations (gfx9 adds without "nc").
 INTEGER |= {
     new: INTEGER[old]

@@ -184,7 +184,7 @@ def decode_dot2(inst, factory):
         return (x >> U32(16 * h)).astype(np.uint16).view(np.float16).astype(np.float64)
 
     def compute(w):
-        x, y = a(w), b(w)
+        x, y = (read(w) for read in (a, b))
         return (half(x, 0) * half(y, 0) + half(x, 1) * half(y, 1) + c(w)).astype(np.float32)
 
     return compute, put

@@ -9,15 +9,10 @@ from amdgpu.emulator.errors import EmulatorError
 from amdgpu.emulator.operands import parse_operand
 from amdgpu.emulator.registers import M0
 from amdgpu.emulator.scalar import write_scalar
-from amdgpu.emulator.transfer import SIZES, LoadTarget, StoreSource, select
+from amdgpu.emulator.transfer import LoadTarget, StoreSource, lane_bytes, select, word_count
 
 # Hints for the caches, which do not exist here.
 _HINTS = frozenset(("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope"))
-
-_SCALAR_WORDS = {
-    "dword": 1, "b32": 1, "dwordx2": 2, "b64": 2, "b96": 3, "dwordx3": 3, "dwordx4": 4, "b128": 4, "dwordx8": 8,
-    "b256": 8, "dwordx16": 16, "b512": 16,
-}  # fmt: skip
 
 
 def _check_hints(inst, *allowed):
@@ -27,8 +22,10 @@ def _check_hints(inst, *allowed):
 
 def decode_scalar_load(inst, factory):
     """s_load_*: words at base + offset, both of them uniform in a wave."""
-    words = _SCALAR_WORDS.get(inst.opcode.removeprefix("s_load_"))
-    if words is None or not inst.opcode.startswith("s_load_"):
+    if not inst.opcode.startswith("s_load_"):
+        return None
+    words = word_count(inst.opcode.removeprefix("s_load_"))
+    if words is None:
         return None
     _check_hints(inst)
     destination, base = parse_operand(inst.operands[0]), factory.read(parse_operand(inst.operands[1]), "u64")
@@ -170,7 +167,8 @@ def _split_suffix(suffix):
         if mark in suffix:
             suffix, half = suffix.replace(mark, ""), which
             break
-    return (SIZES[suffix], half) if suffix in SIZES else None
+    size = lane_bytes(suffix)
+    return None if size is None else (size, half)
 
 
 def decode_memory(inst, factory):

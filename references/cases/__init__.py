@@ -1,4 +1,4 @@
-"""The shapes and inputs that tests and benchmarks share: one table per algorithm and size.
+"""Shapes and inputs, for tests and benchmarks alike: one table per algorithm and size.
 
     *_SMALL   ordinary shapes, small enough for Pallas' interpret mode on a CPU
     *_ODD     ragged lengths, unequal sizes, extreme values; as small

@@ -37,5 +37,5 @@ def unit_norm(x: jax.Array, dtype: str) -> jax.Array:
     """fp32 `x` divided by its norm over the last axis."""
     if x.size > _LARGEST_ON_HOST:
         return (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))).astype(dtype)
-    x = np.asarray(x)
-    return as_array(x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True)), dtype)
+    on_host = np.asarray(x)
+    return as_array(on_host / np.sqrt(np.sum(on_host * on_host, axis=-1, keepdims=True)), dtype)

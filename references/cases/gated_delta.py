@@ -28,7 +28,7 @@ class GatedDeltaCase:
     # of q, k and v
     dtype: str = "float32"
     # a number: the same gate everywhere. Else
-    #   "model"    g = -exp(A_log) softplus(a + dt_bias), drawn as fla initialises its GatedDeltaNet layer
+    #   "model"    g = -exp(A_log) softplus(a + dt_bias), a normal, the rest from `gate_parameters`
     #   "sparse"   the same, two thirds of it zeroed
     #   "strong16", "strong64"   -316 at every 16th or 64th token, -0.01 elsewhere
     #   "reset"    -inf at token 5, -0.01 elsewhere
@@ -100,15 +100,26 @@ def _queries_and_keys(rng, case) -> tuple[jax.Array, jax.Array]:
     return q, draw.unit_norm(jnp.asarray(common + around), case.dtype)
 
 
+def gate_parameters(rng: np.random.Generator, H: int) -> tuple[np.ndarray, np.ndarray]:
+    """A_log and dt_bias `[H]` in float64 of the gate g = -exp(A_log) softplus(a + dt_bias), as an untrained layer has.
+
+    A = exp(A_log) is uniform in (0, 16) and softplus(dt_bias), the step at a = 0, log-uniform in (0.001, 0.1): heads
+    forget within a token or remember thousands. Source: `GatedDeltaNet.__init__` in
+    https://github.com/fla-org/flash-linear-attention/blob/main/fla/layers/gated_deltanet.py.
+    """
+    # Not from 0 on, whose logarithm is -inf.
+    A_log = np.log(rng.uniform(1e-3, 16.0, H))
+    step = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), H))
+    # softplus(x) = step  <=>  x = log(exp(step) - 1) = step + log(1 - exp(-step))
+    return A_log, step + np.log(-np.expm1(-step))
+
+
 def _gates(rng, case) -> jax.Array:
     shape, H = (case.B, case.T, case.H), case.H
     if isinstance(case.gates, float):
         return draw.as_array(np.full(shape, case.gates))
     if case.gates in ("model", "sparse"):
-        # A uniform in (0, 16), softplus(dt_bias) log-uniform in (0.001, 0.1), a normal
-        A_log = np.log(rng.uniform(1e-3, 16.0, H))
-        dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), H))
-        dt_bias = dt + np.log(-np.expm1(-dt))
+        A_log, dt_bias = gate_parameters(rng, H)
         a = rng.standard_normal(shape)
         g = -np.exp(A_log) * np.logaddexp(a + dt_bias, 0.0)
         if case.gates == "sparse":
