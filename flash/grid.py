@@ -106,7 +106,8 @@ class Problem:
 
     `left` and `right`: row t sees the keys from t - left to t + right (None: no such limit), shifted by L - T under
     `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of those operands, four axes
-    that are each 1 or that of `[B, H, T, S]`. The other flags say which operands there are. `config.splits` is a number.
+    that are each 1 or that of `[B, H, T, S]`. The other flags say which operands there are. Here `config.splits` is a
+    number.
     """
 
     batch: int

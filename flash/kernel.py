@@ -61,9 +61,9 @@ def tile_mask(rows: Axis, columns: Axis):
     return jnp.broadcast_to(mask, (rows.index.size, columns.index.size))
 
 
-def load_tile(ref, rows: Axis, columns: Axis):
-    """The tile ref[rows, columns]; 0 where it does not exist."""
-    ref, mask = ref.at[rows.index[:, None], columns.index[None, :]], tile_mask(rows, columns)
+def load_tile(ref, rows: Axis, columns: Axis, at=()):
+    """The tile ref[*at, rows, columns]; 0 where it does not exist."""
+    ref, mask = ref.at[*at, rows.index[:, None], columns.index[None, :]], tile_mask(rows, columns)
     return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
 
 
@@ -293,9 +293,8 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
         m, l = (plgpu.load(ins[name].at[i, rows.index]) for name in ("m", "l"))
         m_new = jnp.maximum(state.m, m)
         a, b = exp2(c * (state.m - m_new), target), exp2(c * (m - m_new), target)
-        o = []
-        for part, x in zip(values, state.o, strict=True):
-            o.append(a[:, None] * x + b[:, None] * load_tile(ins["o"].at[i], rows, part))
+        parts = (load_tile(ins["o"], rows, part, (i,)) for part in values)
+        o = [a[:, None] * x + b[:, None] * y for x, y in zip(state.o, parts, strict=True)]
         return Softmax(m_new, a * state.l + b * l, o)
 
     state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, values, c))

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-
 ORDERS = ("block_first", "head_first", "swizzled_head_first", "kv_group_first")
 
 
