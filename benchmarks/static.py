@@ -99,7 +99,7 @@ def as_text(found: Sequence[Evidence]) -> str:
 
 
 def _cut(config: Config) -> str:
-    return f"C {config.chunk_size}, {config.dv_splits} splits, {config.num_warps} warps"
+    return f"C {config.chunk_size}, splits {config.dv_splits}, warps {config.num_warps}"
 
 
 def _each(values: Sequence[float]) -> str:
