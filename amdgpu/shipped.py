@@ -64,16 +64,23 @@ def _known(algorithm: str) -> None:
         raise ValueError(f"algorithm: got {algorithm!r}, known are {', '.join(ALGORITHMS)}")
 
 
+def _gated_delta_rows(arch: str):
+    """(dtype, row) of the table. fp32 on gfx11 and gfx12 has no row: README's limits say what it costs there."""
+    from gated_delta import tuning
+
+    for dtype in DTYPES:
+        for row in tuning.ROWS:
+            if (row.architecture, row.itemsize) == (arch, jnp.dtype(dtype).itemsize):
+                yield dtype, row
+
+
 def _gated_delta_works(arch: str) -> list[Work]:
     import gated_delta
-    from gated_delta import tuning
 
     # A layer of Qwen3-Next: 16 key heads, 32 value heads, all of size 128.
     B, T, G, H, K, V = 1, 4096, 16, 32, 128, 128
     found = []
-    for dtype in DTYPES:
-        config = tuning.default_config(arch, dtype, V)
-        rows = [r for r in tuning.ROWS if (r.architecture, r.itemsize) == (arch, jnp.dtype(dtype).itemsize)]
+    for dtype, row in _gated_delta_rows(arch):
         for fn, tokens in (
             (gated_delta.chunk_gated_delta_rule, T),
             (gated_delta.recurrent_gated_delta_rule, 1),
@@ -86,7 +93,7 @@ def _gated_delta_works(arch: str) -> list[Work]:
                 "beta": jax.ShapeDtypeStruct((B, tokens, H), "float32"),
                 "initial_state": jax.ShapeDtypeStruct((B, H, K, V), "float32"),
                 "output_final_state": True,
-                "config": config,
+                "config": row.config,
             }
             work = Work(
                 name=f"{fn.__name__} {dtype}",
@@ -95,8 +102,8 @@ def _gated_delta_works(arch: str) -> list[Work]:
                 arch=arch,
                 shapes=(),
                 keywords=keywords,
-                row=str(config),
-                reason=rows[0].reason if rows else "no row of its own",
+                row=str(row.config),
+                reason=row.reason,
             )
             found.append(work)
     return found
@@ -104,12 +111,11 @@ def _gated_delta_works(arch: str) -> list[Work]:
 
 def _gated_delta_checks(arch: str) -> list[Check]:
     import gated_delta
-    from gated_delta import tuning
 
     found = []
-    for dtype in DTYPES:
+    for dtype, row in _gated_delta_rows(arch):
         # The shipped row but for the window: two chunks, so that a small case crosses a boundary.
-        config = dataclasses.replace(tuning.default_config(arch, dtype, 128), window_chunks=2)
+        config = dataclasses.replace(row.config, window_chunks=2)
         found += [
             _gated_delta_check(gated_delta.chunk_gated_delta_rule, arch, dtype, 2 * config.chunk_size + 5, config),
             _gated_delta_check(gated_delta.recurrent_gated_delta_rule, arch, dtype, 2, config),

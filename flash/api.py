@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from amdgpu.arch import current_arch, xcds
+from flash import grid, kernel
+from flash.tuning import LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE, Config, default_config, default_splits
 from references import flash as reference
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -34,7 +37,7 @@ def flash_attention(
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-    config: None = None,
+    config: Config | None = None,
 ) -> Array | tuple[Array, Array]:
     """Softmax attention that never holds the `T x S` logits.
 
@@ -45,8 +48,9 @@ def flash_attention(
 
     Logits, maximum, sum and accumulator are fp32. A row that sees no key gives 0, lse -inf and finite
     gradients. Keys that no row may see are never used, not even where they are NaN; a key that some rows see
-    must be finite. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute from
-    the inputs.
+    must be finite. On a GPU one Pallas kernel runs, or two where few rows read many keys (split keys, and a merge);
+    elsewhere the blocked reference runs. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives
+    recompute the reference from the inputs.
 
     Args:
       q: `[B, T, H, K]` in bf16, fp16, fp32 (float64: on the reference only), or e4m3 with scales.
@@ -66,8 +70,8 @@ def flash_attention(
       k_scale: scalar.
       v_scale: scalar.
       return_lse: whether to return the natural logarithm of the softmax's denominator too.
-      implementation: None (the best for the platform), "pallas" or "reference".
-      config: None, until there is a kernel to cut.
+      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference".
+      config: how the kernels are cut; by default from the table in `flash.tuning`.
 
     Returns:
       o `[B, T, H, V]` in v's dtype (bf16 where v is fp8), or (o, lse) with lse `[B, T, H]` in fp32.
@@ -75,7 +79,8 @@ def flash_attention(
     Raises:
       ValueError: an argument of the wrong shape, dtype or value; the message names it. Values of kv_lengths
         are checked where they are known at trace time.
-      NotImplementedError: `implementation="pallas"`, or a config.
+      NotImplementedError: `implementation="pallas"`, and K > 576, V > 512, a dtype of float64 or e4m3fnuz, or an array
+        of bytes with 2^31 elements or more.
 
     Source: Dao, Fu, Ermon, Rudra, Re, "FlashAttention", https://arxiv.org/abs/2205.14135, and Dao,
     "FlashAttention-2", https://arxiv.org/abs/2307.08691; softcap as in Gemma 2,
@@ -94,8 +99,10 @@ def flash_attention(
         v_scale=v_scale,
     )
     options = _Options(bool(causal), scale, softcap, bool(return_lse))
-    _check_implementation("flash_attention", implementation, config, ("pallas", "reference"))
-    return _flash_attention(_check_flash(arrays, options), options)
+    _check_implementation(implementation, ("pallas", "reference"))
+    if config is not None and not isinstance(config, Config):
+        _refuse("config", repr(config), "a flash.Config or None")
+    return _flash_attention(_check_flash(arrays, options), options, implementation, config)
 
 
 def dot_product_attention(
@@ -135,8 +142,8 @@ def dot_product_attention(
       query_seq_lengths: integers `[B]`; rows from there on give 0.
       key_value_seq_lengths: integers `[B]`; keys from there on are hidden.
       local_window_size: `(left, right)`, or one int for both: row t sees keys from `t - left` to `t + right`.
-      implementation: None (the best for the platform), "pallas" or "reference"; "xla" and "cudnn" call
-        `jax.nn`.
+      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference";
+        "xla" and "cudnn" call `jax.nn`.
       return_residual: whether to return the natural logarithm of the softmax's denominator too. As in
         `jax.nn`, no gradient flows through it.
 
@@ -146,9 +153,10 @@ def dot_product_attention(
 
     Raises:
       ValueError: an argument of the wrong shape, dtype or value; the message names it.
-      NotImplementedError: `implementation="pallas"`.
+      NotImplementedError: `implementation="pallas"`, and K > 576, V > 512, a dtype of float64 or a mask with 2^31
+        elements or more.
     """
-    _check_implementation("dot_product_attention", implementation, None, ("pallas", "reference", "xla", "cudnn"))
+    _check_implementation(implementation, ("pallas", "reference", "xla", "cudnn"))
     if implementation in ("xla", "cudnn"):
         options: dict[str, Any] = dict(
             scale=scale,
@@ -172,7 +180,12 @@ def dot_product_attention(
     )
     arrays = _check_dot_product(arrays, local_window_size)
     window = local_window_size if local_window_size is None else tuple(np.broadcast_to(local_window_size, 2).tolist())
-    return _dot_product_attention(arrays, bool(is_causal), window, bool(return_residual))
+    # A Python number is static.
+    static_scale = float(scale) if isinstance(scale, numbers.Real) else None
+    if static_scale is not None:
+        arrays["scale"] = None
+    options = _NnOptions(static_scale, bool(is_causal), window, bool(return_residual))
+    return _dot_product_attention(arrays, options, implementation)
 
 
 class _Options(NamedTuple):
@@ -184,24 +197,26 @@ class _Options(NamedTuple):
     return_lse: bool
 
 
-# No kernel exists yet, so every platform runs the reference. A kernel joins in these two functions, with
-# lax.platform_dependent under a custom_jvp whose derivative is the one that stands here.
+class _NnOptions(NamedTuple):
+    """The static arguments of dot_product_attention."""
 
-
-@functools.partial(jax.jit, static_argnums=1)
-def _flash_attention(arrays: dict, options: _Options):
-    # Of the forward pass nothing is kept but its inputs.
-    return jax.checkpoint(lambda arrays: reference.flash_attention(**arrays, **options._asdict()))(arrays)
+    scale: float | None
+    is_causal: bool
+    local_window_size: tuple[int, int] | None
+    return_residual: bool
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _dot_product_attention(arrays: dict, is_causal: bool, window: tuple | None, return_residual: bool):
-    def attention(arrays):
-        return reference.dot_product_attention(
-            **arrays, is_causal=is_causal, local_window_size=window, return_residual=return_residual
-        )
+def _flash_attention(arrays: dict, options: _Options, implementation: str | None, config: Config | None):
+    def refer(arrays):
+        return reference.flash_attention(**arrays, **options._asdict())
 
-    return jax.checkpoint(attention)(arrays)
+    def launch(arrays, platform):
+        q, k, v = (arrays[name] for name in "qkv")
+        problem = _problem(q, k, v, config, arrays["bias"], None)._replace_positions()
+        return problem
+
+    return _run(arrays, refer, launch, implementation, _obstacle(*(arrays[name] for name in "qkv"), None))
 
 
 def _refuse(name: str, got, allowed: str):

@@ -182,8 +182,8 @@ def tile_size(size: int) -> int:
     return max(16, pl.next_power_of_2(size))
 
 
-def parts(size: int, most: int) -> list[tuple[int, int]]:
-    """(start, tile) of the tiles that cover `size` elements of a head, each a power of two from 16 to `most`.
+def parts(size: int) -> list[tuple[int, int]]:
+    """(start, tile) of the tiles that cover `size` elements of a head, each a power of two from 16 to 256.
 
     Where two tiles waste less than one, two: 192 is 128 + 64, and 160 is 128 + 32; but 112 is 128.
     """
@@ -193,7 +193,7 @@ def parts(size: int, most: int) -> list[tuple[int, int]]:
         tile = whole = tile_size(rest)
         if whole > 16 and whole // 2 + tile_size(rest - whole // 2) < whole:
             tile = whole // 2
-        tile = min(tile, most)
+        tile = min(tile, 256)
         found.append((start, tile))
         start += tile
     return found

@@ -43,10 +43,10 @@ class Axis(NamedTuple):
     mask: jax.Array | None
 
 
-def feature_axes(size, most) -> list[Axis]:
+def feature_axes(size) -> list[Axis]:
     """The `size` elements of a head, in parts."""
     found = []
-    for start, tile in grid.parts(size, most):
+    for start, tile in grid.parts(size):
         index = start + lax.iota(jnp.int32, tile)
         found.append(Axis(index, index < size if start + tile > size else None))
     return found
@@ -230,7 +230,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if p.query_lengths else p.queries
     first, end = grid.keys_of_block(p, block, length, rows_end)
     rows, stored_rows = query_axes(p, block, rows_end)
-    features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
+    features, values = feature_axes(p.key_size), feature_axes(p.value_size)
     precision = product_precision(p, target)
     factor, c = logit_units(p, ins, scale)
 
@@ -286,7 +286,7 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
     """One query block of one head: m, l and o of all splits to results. A split without keys has l = 0 and o = 0."""
     _, _, block = grid.merge_program(pl.program_id(0), p)
     rows, stored_rows = query_axes(p, block, p.queries)
-    values = feature_axes(p.value_size, p.config.head_tile)
+    values = feature_axes(p.value_size)
     _, c = logit_units(p, ins, scale)
 
     def step(i, state):

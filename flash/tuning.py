@@ -2,6 +2,10 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
+from amdgpu.arch import ARCHITECTURES
+
 ORDERS = ("block_first", "head_first", "swizzled_head_first", "kv_group_first")
 
 
@@ -12,11 +16,10 @@ class Config:
     Attributes:
       block_q: query rows of a workgroup; a power of two, 16 to 256. Short inputs take fewer.
       block_k: keys of a tile; a power of two, 16 to 256. Short inputs take fewer.
-      num_warps: wavefronts (warps) in a workgroup; a power of two, 1 to 16.
+      num_warps: wavefronts (warps) in a workgroup; a power of two, 1 to 16. Short inputs take fewer.
       num_stages: depth of the software pipeline of the loads of keys and values.
-      head_tile: most elements of a head in one tile, a power of two from 16 to 512; heads of more are walked in parts.
-      splits: workgroups that share the keys of one query block; None: as many as fill the device.
-      order: the order of workgroups, a name in `flash.grid.ORDERS`.
+      splits: workgroups that share the keys of one query block, 1 to 64; None: as many as fill the device.
+      order: the order of workgroups, one of `flash.grid`'s.
 
     Raises:
       ValueError: a value out of its range, when the Config is built.
@@ -26,7 +29,6 @@ class Config:
     block_k: int
     num_warps: int = 4
     num_stages: int = 1
-    head_tile: int = 256
     splits: int | None = None
     order: str = "kv_group_first"
 
@@ -34,8 +36,6 @@ class Config:
         for name in ("block_q", "block_k"):
             if getattr(self, name) not in (16, 32, 64, 128, 256):
                 raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {getattr(self, name)!r}")
-        if self.head_tile not in (16, 32, 64, 128, 256, 512):
-            raise ValueError(f"head_tile must be 16, 32, 64, 128, 256 or 512, got {self.head_tile!r}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps!r}")
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
@@ -44,3 +44,73 @@ class Config:
             raise ValueError(f"splits must be None or an int from 1 to 64, got {self.splits!r}")
         if self.order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: where it applies, what it says, and what that rests on."""
+
+    architecture: str
+    itemsize: int
+    # Heads up to this size: the larger of K and V.
+    head_size: int
+    config: Config
+    reason: str
+
+
+# Static evidence (machine code, not a timing): instructions of the mask-free loop / of the masked loop of a causal call
+# for each matrix instruction, 16-bit inputs, T = S = 4096; no scratch access in them unless it is said.
+ROWS = (
+    Row("gfx942", 2, 64, Config(128, 64, 4, 1), "static: 8.9 / 11.9, two workgroups a CU"),
+    Row("gfx942", 2, 128, Config(128, 64, 4, 1), "static: 6.4 / 8.0, nothing spilled"),
+    Row("gfx942", 2, 256, Config(128, 32, 4, 1), "static: 6.3 / 7.2; 64 keys fill the LDS just as well with 414 registers"),
+    Row("gfx942", 2, 576, Config(64, 16, 4, 1), "static: 7.1 / 7.2"),
+    Row("gfx950", 2, 64, Config(256, 128, 8, 1), "static: 12.9 / 17.4; 128x64 with 4 waves: 15.2 / 20.6"),
+    Row("gfx950", 2, 128, Config(256, 64, 8, 1), "static: 9.3 / 12.0; 128x64 with 4 waves: 10.5 / 14"),
+    Row("gfx950", 2, 256, Config(128, 32, 8, 1), "static: 10.7 / 12.0; 256 rows spill"),
+    Row("gfx950", 2, 576, Config(64, 32, 8, 1), "static: 9.1 / 10.1"),
+    Row("gfx1151", 2, 64, Config(128, 64, 8, 1), "static: 13.4 / 16.2; 64x32 with 4 waves: 16.9 / 24"),
+    Row("gfx1151", 2, 128, Config(128, 32, 8, 1), "static: 11.4 / 14.1; 64 rows put scratch accesses into the loops"),
+    Row("gfx1151", 2, 576, Config(64, 16, 4, 1), "static: up to K = 160 no scratch access in a loop, at 256 20 of 470"),
+    Row("sm_90", 2, 64, Config(128, 64, 4, 3), "not measured yet"),
+    Row("sm_90", 2, 128, Config(256, 64, 8, 3), "a sketch of this kernel on an H200: 17.3 ms, 20.0 ms with 128x64"),
+    Row("sm_90", 2, 256, Config(128, 64, 8, 2), "two stages of 64 keys fill the shared memory"),
+    Row("sm_90", 2, 576, Config(64, 32, 8, 1), "as much as fits the shared memory"),
+    Row("gfx942", 4, 128, Config(64, 32, 4, 1), "two workgroups a CU"),
+    Row("gfx942", 4, 576, Config(64, 16, 4, 1), "fits the LDS"),
+    Row("gfx950", 4, 128, Config(128, 32, 4, 1), "two workgroups a CU"),
+    Row("gfx950", 4, 576, Config(64, 16, 4, 1), "fits the LDS"),
+    Row("sm_90", 4, 128, Config(64, 32, 4, 2), "three TF32 products each"),
+)
+# Any other chip, dtype or size: small tiles, which fit everywhere.
+ANY = Config(64, 32, 4, 1)
+ANY_LARGE = Config(32, 16, 4, 1)
+
+# The most that the kernels are built for: multi-head latent attention has (576, 512).
+LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE = 576, 512
+
+# Workgroups that a device runs at once, at least one on each of its compute units.
+COMPUTE_UNITS = {"sm_90": 132} | {row.id: row.cus for row in ARCHITECTURES}
+# A split of fewer tiles does not pay for its part of the merge.
+TILES_OF_A_SPLIT = 4
+
+
+def default_config(architecture: str, dtype, key_size: int, value_size: int) -> Config:
+    """The table's Config for an architecture id, a dtype, K and V."""
+    # fp8 is multiplied as fp16.
+    itemsize = max(2, jnp.dtype(dtype).itemsize)
+    size = max(key_size, value_size)
+    for row in ROWS:
+        if (row.architecture, row.itemsize) == (architecture, itemsize) and size <= row.head_size:
+            return row.config
+    return ANY if size <= 128 else ANY_LARGE
+
+
+def default_splits(architecture: str, workgroups: int, tiles: int) -> int:
+    """Into how many parts the keys of a query block are split.
+
+    One, where the B H Q `workgroups` fill the device; else as many as it has room for, each of `TILES_OF_A_SPLIT` tiles
+    of keys at least.
+    """
+    room = COMPUTE_UNITS.get(architecture, 1) // max(workgroups, 1)
+    return max(1, min(room, tiles // TILES_OF_A_SPLIT, 64))
