@@ -1,7 +1,10 @@
 """The public functions of flash attention: arguments checked, defaults filled in, platform chosen."""
 
+import dataclasses
 import functools
+import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +21,8 @@ from references import flash as reference
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
+# jax's lowering of Pallas kernels has no cast from e4m3fnuz.
+PALLAS_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 
 
 def flash_attention(
@@ -189,7 +194,7 @@ def dot_product_attention(
 
 
 class _Options(NamedTuple):
-    """The static arguments of flash_attention."""
+    """The static arguments of flash_attention that say what is computed."""
 
     causal: bool
     scale: float | None
@@ -198,8 +203,9 @@ class _Options(NamedTuple):
 
 
 class _NnOptions(NamedTuple):
-    """The static arguments of dot_product_attention."""
+    """The static arguments of dot_product_attention that say what is computed."""
 
+    # None: the default, or an array.
     scale: float | None
     is_causal: bool
     local_window_size: tuple[int, int] | None
@@ -212,24 +218,160 @@ def _flash_attention(arrays: dict, options: _Options, implementation: str | None
         return reference.flash_attention(**arrays, **options._asdict())
 
     def launch(arrays, platform):
-        q, k, v = (arrays[name] for name in "qkv")
-        problem = _problem(q, k, v, config, arrays["bias"], None)._replace_positions()
-        return problem
+        operands = dict(arrays)
+        q_scale, k_scale, v_scale = (operands.pop(f"{name}_scale") for name in "qkv")
+        factors = [x.astype(jnp.float32) for x in (q_scale, k_scale) if x is not None]
+        operands["logit_factor"] = math.prod(factors) if factors else None
+        operands["value_factor"] = v_scale
+        positions = _Positions(right=0 if options.causal else None, bottom_right=options.causal)
+        o, lse = _pallas(operands, positions, options.scale, options.softcap, options.return_lse, config, platform)
+        return (o, lse) if options.return_lse else o
 
-    return _run(arrays, refer, launch, implementation, _obstacle(*(arrays[name] for name in "qkv"), None))
+    return _run(arrays, arrays["q"], arrays["k"], arrays["v"], None, refer, launch, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: str | None):
+    query, value = arrays["query"], arrays["value"]
+
+    def refer(arrays):
+        scale = arrays["scale"] if options.scale is None else options.scale
+        return reference.dot_product_attention(**arrays | options._asdict() | {"scale": scale})
+
+    def launch(arrays, platform):
+        q, k, v = (x if x.ndim == 4 else x[None] for x in (arrays["query"], arrays["key"], arrays["value"]))
+        operands = dict(
+            q=q,
+            k=k,
+            v=v,
+            bias=arrays["bias"],
+            mask=arrays["mask"],
+            query_lengths=arrays["query_seq_lengths"],
+            kv_lengths=arrays["key_value_seq_lengths"],
+            logit_factor=arrays["scale"],
+        )
+        scale = options.scale if arrays["scale"] is None else 1.0
+        positions = _window(options, q.shape[1], k.shape[1])
+        o, lse = _pallas(operands, positions, scale, None, options.return_residual, None, platform)
+        o = o.reshape(*query.shape[:-1], value.shape[-1])
+        return (o, lse.reshape(query.shape[:-1])) if options.return_residual else o
+
+    return _run(arrays, query, arrays["key"], value, arrays["mask"], refer, launch, implementation)
+
+
+def _run(arrays: dict, q, k, v, mask, refer: Callable, launch: Callable, implementation: str | None):
+    """`launch` where there is a GPU and it can do it, else `refer`; both take `arrays`, and `launch` the platform."""
+    # Of the forward pass nothing is kept but its inputs.
+    refer = jax.checkpoint(refer)
+    obstacle = _obstacle(q, k, v, mask)
+    if implementation == "pallas" and obstacle:
+        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
+    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
+    if implementation == "reference" or obstacle or 0 in (q.size, k.size):
+        return refer(arrays)
+    other = {"default": refer} if implementation is None else {"cpu": functools.partial(launch, platform=None)}
+
+    @jax.custom_jvp
+    def differentiable(arrays):
+        branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
+        return lax.platform_dependent(arrays, **branches, **other)
+
+    @differentiable.defjvp
+    def derivative(primals, tangents):
+        return differentiable(*primals), jax.jvp(refer, primals, tangents)[1]
+
+    return differentiable(arrays)
+
+
+def _obstacle(q, k, v, mask) -> str | None:
+    """What the Pallas kernels would need to be otherwise, if anything."""
+    for name, x, largest in (("K", q, LARGEST_KEY_SIZE), ("V", v, LARGEST_VALUE_SIZE)):
+        if x.shape[-1] > largest:
+            return f"head sizes {name} up to {largest}, got {name} = {x.shape[-1]}"
+    if q.dtype.name not in PALLAS_DTYPES:
+        return f"{', '.join(PALLAS_DTYPES)}, got {q.dtype.name}"
+    # Their offsets are 64-bit from 2^32 bytes on, which is too late for elements of one byte.
+    for x in (q, k, v, mask):
+        if x is not None and x.dtype.itemsize == 1 and x.size >= 2**31:
+            return f"arrays of bytes of less than 2^31 elements, got {x.dtype.name} {x.shape}"
+    return None
+
+
+class _Positions(NamedTuple):
+    """Row t sees the keys from t - left to t + right (None: all), shifted by L - T where `bottom_right`."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+
+def _window(options: _NnOptions, T: int, S: int) -> _Positions:
+    left, right = (T, S) if options.local_window_size is None else options.local_window_size
+    if options.is_causal:
+        right = min(right, 0)
+    # What reaches beyond all keys is no limit; what hides all keys need not hide them twice (t + right fits int32).
+    return _Positions(None if left >= T else max(left, -S), None if right >= S else max(right, -T))
+
+
+def _pallas(
+    operands: dict,
+    positions: _Positions,
+    scale: float | None,
+    softcap: float | None,
+    returns_lse: bool,
+    config: Config | None,
+    platform: str | None,
+) -> tuple[Array, Array | None]:
+    """The kernels on "rocm", on "cuda", or (None) in interpret mode."""
+    operands = {name: x for name, x in operands.items() if x is not None}
+    (B, T, H, K), (S, G, V) = operands["q"].shape, operands["v"].shape[1:]
+    architecture = current_arch()
+    dtype = operands["q"].dtype
+    for name in operands.keys() & {"bias", "mask"}:
+        x = operands[name].reshape((1,) * (4 - operands[name].ndim) + operands[name].shape)
+        operands[name] = x.astype(jnp.int8 if name == "mask" else x.dtype if x.dtype.itemsize == 2 else jnp.float32)
+    for name in operands.keys() & {"logit_factor", "value_factor"}:
+        operands[name] = operands[name].astype(jnp.float32).reshape(1)
+    config = config or default_config(architecture, dtype, K, V)
+    grid.check_order(config.order, H, xcds(architecture))
+    problem = grid.Problem(
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=H,
+        groups=G,
+        key_size=K,
+        value_size=V,
+        dtype=dtype,
+        config=config,
+        xcds=xcds(architecture),
+        left=positions.left,
+        right=positions.right,
+        bottom_right=positions.bottom_right,
+        softcap=softcap,
+        bias=operands["bias"].shape if "bias" in operands else None,
+        mask=operands["mask"].shape if "mask" in operands else None,
+        given=frozenset(operands) - {"q", "k", "v", "bias", "mask"},
+        returns_lse=returns_lse,
+    )
+    if config.splits is None:
+        splits = default_splits(architecture, B * H * problem.blocks, -(-S // problem.block_k))
+        problem = dataclasses.replace(problem, config=dataclasses.replace(config, splits=splits))
+    target = architecture if platform == "rocm" and architecture.startswith("gfx") else platform
+    scale = K**-0.5 if scale is None else float(scale)
+    # Kernels count in int32 whatever the caller's default.
+    with jax.enable_x64(False):
+        results = kernel.attention(problem, operands, scale=scale, target=target)
+    return results["o"], results.get("lse")
 
 
 def _refuse(name: str, got, allowed: str):
     raise ValueError(f"{name} must be {allowed}, got {got}")
 
 
-def _check_implementation(function: str, implementation, config, allowed: tuple[str, ...]):
+def _check_implementation(implementation, allowed: tuple[str, ...]):
     if implementation is not None and implementation not in allowed:
         _refuse("implementation", repr(implementation), f"None or one of {', '.join(map(repr, allowed))}")
-    if implementation == "pallas":
-        raise NotImplementedError(f"no Pallas kernel exists yet for {function}: use None or 'reference'")
-    if config is not None:
-        raise NotImplementedError(f"no Pallas kernel exists yet for {function} that config = {config!r} could cut")
 
 
 def _check_flash(arrays: dict, options: _Options) -> dict:

@@ -106,8 +106,9 @@ class Problem:
 
     `left` and `right`: row t sees the keys from t - left to t + right (None: no such limit), shifted by L - T under
     `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of those operands, four axes
-    that are each 1 or that of `[B, H, T, S]`. The other flags say which operands there are. Here `config.splits` is a
-    number.
+    that are each 1 or that of `[B, H, T, S]`. `given` names the other operands besides q, k and v: `q_segment_ids` and
+    `kv_segment_ids`, `kv_lengths`, `query_lengths`, and factors that are not known at trace time, `logit_factor` and
+    `value_factor`. `config.splits` is a number here.
     """
 
     batch: int
@@ -126,12 +127,7 @@ class Problem:
     softcap: float | None = None
     bias: tuple[int, ...] | None = None
     mask: tuple[int, ...] | None = None
-    segments: bool = False
-    kv_lengths: bool = False
-    query_lengths: bool = False
-    # Factors that are not known at trace time: of the logits, and of the values.
-    logit_factor: bool = False
-    value_factor: bool = False
+    given: frozenset[str] = frozenset()
     returns_lse: bool = False
 
     @property
@@ -159,7 +155,7 @@ class Problem:
     @property
     def hides_keys(self) -> bool:
         """Whether more than a row's position decides which keys it sees."""
-        return self.bias is not None or self.mask is not None or self.segments
+        return self.bias is not None or self.mask is not None or "q_segment_ids" in self.given
 
     @property
     def natural_logits(self) -> bool:
@@ -216,12 +212,13 @@ def workgroup(program, p: Problem):
 
 
 def lesser(x, y):
-    """min, of Python ints (the result is one too) or of traced numbers."""
-    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
+    """min, of Python numbers (the result is one too) or of traced ones."""
+    return min(x, y) if all(isinstance(n, int | float) for n in (x, y)) else jnp.minimum(x, y)
 
 
 def greater(x, y):
-    return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
+    """max, likewise."""
+    return max(x, y) if all(isinstance(n, int | float) for n in (x, y)) else jnp.maximum(x, y)
 
 
 def keys_of_row(p: Problem, t, length):
@@ -267,7 +264,7 @@ def key_tiles(p: Problem, block, split, length, rows):
     stop = greater(-(-end // p.block_k), start)
     if p.left is not None:
         stop = jnp.where(first < end, stop, start)
-    if p.query_lengths:
+    if "query_lengths" in p.given:
         stop = jnp.where(t < rows, stop, start)
     if p.splits > 1:
         share = -(-(stop - start) // p.splits)
@@ -278,7 +275,7 @@ def key_tiles(p: Problem, block, split, length, rows):
     free_start, free_stop = start, stop
     if p.left is not None:
         free_start = lesser(greater(-(-first_of_last // p.block_k), start), stop)
-    if p.right is not None or p.kv_lengths or p.keys % p.block_k:
+    if p.right is not None or "kv_lengths" in p.given or p.keys % p.block_k:
         free_stop = greater(lesser(end_of_first // p.block_k, stop), free_start)
     return start, free_start, free_stop, stop
 
@@ -405,16 +402,15 @@ def _operand_specs(p: Problem) -> dict[str, pl.BlockSpec]:
         specs["bias"] = logits(p.bias)
     if p.mask is not None:
         specs["mask"] = logits(p.mask)
-    if p.segments:
-        specs["q_segment_ids"] = pl.BlockSpec((None, p.queries), lambda program: (*batch_row(program), 0))
-        specs["kv_segment_ids"] = pl.BlockSpec((None, p.keys), lambda program: (*batch_row(program), 0))
-    if p.kv_lengths:
-        specs["kv_lengths"] = pl.BlockSpec((1,), batch_row)
-    if p.query_lengths:
-        specs["query_lengths"] = pl.BlockSpec((1,), batch_row)
-    return specs | _factor_specs(p)
+    optional = {
+        "q_segment_ids": pl.BlockSpec((None, p.queries), lambda program: (*batch_row(program), 0)),
+        "kv_segment_ids": pl.BlockSpec((None, p.keys), lambda program: (*batch_row(program), 0)),
+        "kv_lengths": pl.BlockSpec((1,), batch_row),
+        "query_lengths": pl.BlockSpec((1,), batch_row),
+    }
+    return specs | {name: spec for name, spec in optional.items() if name in p.given} | _factor_specs(p)
 
 
 def _factor_specs(p: Problem) -> dict[str, pl.BlockSpec]:
-    factors = {"logit_factor": p.logit_factor, "value_factor": p.value_factor}
-    return {name: pl.BlockSpec((1,), lambda program: (0,)) for name, there in factors.items() if there}
+    names = p.given & {"logit_factor", "value_factor"}
+    return {name: pl.BlockSpec((1,), lambda program: (0,)) for name in names}

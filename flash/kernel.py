@@ -124,7 +124,7 @@ class Softmax(NamedTuple):
 
 def lowest_logit(c):
     """Where a maximum starts: 2 c times it is finite. Logits below weigh nothing, or all the same in a row of them."""
-    return -5e37 / (max(c, 1.0) if isinstance(c, float) else jnp.maximum(c, 1.0))
+    return -5e37 / grid.greater(c, 1.0)
 
 
 def empty_softmax(rows: int, parts: list[Axis], c) -> Softmax:
@@ -184,22 +184,19 @@ def product_precision(p: Problem, target):
 
 def logit_units(p: Problem, ins, scale):
     """(factor, c): a logit is factor q.k, and a weight is exp2(c s)."""
-    factor = scale * ins["logit_factor"][0] if p.logit_factor else scale
+    factor = scale * ins["logit_factor"][0] if "logit_factor" in ins else scale
     if p.natural_logits:
         return factor, LOG2_E
     # c > 0, also at a scale of 0: a hidden key's c (-inf) has to stay -inf.
-    if p.logit_factor:
-        return factor, jnp.maximum(jnp.abs(factor) * LOG2_E, 1e-30)
-    return factor, max(abs(scale) * LOG2_E, 1e-30)
+    return factor, grid.greater(abs(factor) * LOG2_E, 1e-30)
 
 
 def query_axes(p: Problem, block, rows_end) -> tuple[Axis, Axis]:
     """The rows of a block as they are read and as they are stored. In the place of rows from the end on, the last."""
     t = block * p.block_q + lax.iota(jnp.int32, p.block_q)
-    ragged = p.queries % p.block_q != 0
-    last = jnp.maximum(rows_end - 1, 0) if p.query_lengths else p.queries - 1
-    read = jnp.minimum(t, last) if ragged or p.query_lengths else t
-    return Axis(read, None), Axis(t, t < p.queries if ragged else None)
+    if isinstance(rows_end, int) and p.queries % p.block_q == 0:
+        return Axis(t, None), Axis(t, None)
+    return Axis(jnp.minimum(t, grid.greater(rows_end - 1, 0)), None), Axis(t, t < p.queries)
 
 
 def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, start, bias, length):
@@ -214,7 +211,7 @@ def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, start, bias, length):
         allowed = allowed & (bias > -jnp.inf)
     if p.mask is not None:
         allowed = allowed & (load_pairs(ins["mask"], rows, keys) != 0)
-    if p.segments:
+    if "q_segment_ids" in ins:
         q_ids, kv_ids = (ins[f"{name}_segment_ids"].at[a.index] for name, a in (("q", rows), ("kv", keys)))
         allowed = allowed & (plgpu.load(q_ids)[:, None] == plgpu.load(kv_ids)[None, :])
     return allowed
@@ -226,8 +223,8 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     `outs` are results where there is one split, else the split's m, l and o for the merge.
     """
     _, _, block, split = grid.workgroup(pl.program_id(0), p)
-    length = ins["kv_lengths"][0] if p.kv_lengths else p.keys
-    rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if p.query_lengths else p.queries
+    length = ins["kv_lengths"][0] if "kv_lengths" in ins else p.keys
+    rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if "query_lengths" in ins else p.queries
     first, end = grid.keys_of_block(p, block, length, rows_end)
     rows, stored_rows = query_axes(p, block, rows_end)
     features, values = feature_axes(p.key_size), feature_axes(p.value_size)
@@ -235,10 +232,11 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     factor, c = logit_units(p, ins, scale)
 
     q = [load_tile(ins["q"], rows, part).astype(p.product_dtype) for part in features]
-    if not p.natural_logits:
-        # The sign of the scale goes where it is exact.
-        sign = jnp.sign(factor).astype(p.product_dtype) if p.logit_factor else None
-        q = [x * sign if p.logit_factor else x if scale >= 0 else -x for x in q]
+    # c has no sign: q takes it, exactly.
+    if not p.natural_logits and "logit_factor" in ins:
+        q = [x * jnp.sign(factor).astype(x.dtype) for x in q]
+    elif not p.natural_logits and scale < 0:
+        q = [-x for x in q]
 
     def step(tile, state, masked):
         start = tile * p.block_k
@@ -267,10 +265,10 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     start, free_start, free_stop, stop = grid.key_tiles(p, block, split, length, rows_end)
     for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
         # A loop that is known never to run is not there.
-        if lo is not hi and not (isinstance(lo, int) and isinstance(hi, int) and lo == hi):
+        if not (lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo == hi)):
             state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
 
-    if p.query_lengths:
+    if "query_lengths" in ins:
         there = stored_rows.index < rows_end
         o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
         state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
@@ -304,7 +302,7 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
 def store_results(p: Problem, ins, outs, rows: Axis, values: list[Axis], state: Softmax, c):
     o, lse = finish(state, c)
     for part, x in zip(values, o, strict=True):
-        x = x * ins["value_factor"][0] if p.value_factor else x
+        x = x * ins["value_factor"][0] if "value_factor" in ins else x
         store_tile(outs["o"], rows, part, x.astype(p.out_dtype))
     if p.returns_lse:
         plgpu.store(outs["lse"].at[rows.index], lse, mask=rows.mask)

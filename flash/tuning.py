@@ -63,7 +63,13 @@ class Row:
 ROWS = (
     Row("gfx942", 2, 64, Config(128, 64, 4, 1), "static: 8.9 / 11.9, two workgroups a CU"),
     Row("gfx942", 2, 128, Config(128, 64, 4, 1), "static: 6.4 / 8.0, nothing spilled"),
-    Row("gfx942", 2, 256, Config(128, 32, 4, 1), "static: 6.3 / 7.2; 64 keys fill the LDS just as well with 414 registers"),
+    Row(
+        "gfx942",
+        2,
+        256,
+        Config(128, 32, 4, 1),
+        "static: 6.3 / 7.2; 64 keys fill the LDS just as well with 414 registers",
+    ),
     Row("gfx942", 2, 576, Config(64, 16, 4, 1), "static: 7.1 / 7.2"),
     Row("gfx950", 2, 64, Config(256, 128, 8, 1), "static: 12.9 / 17.4; 128x64 with 4 waves: 15.2 / 20.6"),
     Row("gfx950", 2, 128, Config(256, 64, 8, 1), "static: 9.3 / 12.0; 128x64 with 4 waves: 10.5 / 14"),

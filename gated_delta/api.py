@@ -179,6 +179,9 @@ class _Options(NamedTuple):
 def _check(arrays: dict, options: _Options) -> dict:
     """The only validation. Returns the arrays as jax arrays; raises ValueError naming the argument."""
     arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        if arrays[name] is None:
+            _refuse(name, "None", "an array")
     q, k, v, g, beta, state, offsets = arrays.values()
     for name, x, axes in (("q", q, "[B, T, G, K]"), ("k", k, "[B, T, G, K]"), ("v", v, "[B, T, H, V]")):
         if x.ndim != 4:
@@ -200,8 +203,8 @@ def _check(arrays: dict, options: _Options) -> dict:
     for name, x in (("g", g), ("beta", beta)):
         if x.shape != v.shape[:3]:
             _refuse(name, f"shape {x.shape}", f"[B, T, H] = {v.shape[:3]} as in v (tokens before heads)")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            _refuse(name, x.dtype.name, "of a float dtype")
+        if not _is_float(x):
+            _refuse(name, x.dtype.name, "of a float dtype of at least 16 bits")
     if offsets is not None:
         if offsets.ndim != 1 or offsets.size == 0 or offsets.dtype != jnp.int32:
             _refuse("cu_seqlens", f"{offsets.dtype.name} {offsets.shape}", "int32 of shape [R + 1]")
@@ -213,14 +216,22 @@ def _check(arrays: dict, options: _Options) -> dict:
         if state.shape != expected:
             axes = "[.., H, V, K]" if options.state_v_first else "[.., H, K, V]"
             _refuse("initial_state", f"shape {state.shape}", f"{axes} = {expected}")
-        if not jnp.issubdtype(state.dtype, jnp.floating):
-            _refuse("initial_state", state.dtype.name, "of a float dtype")
+        if not _is_float(state):
+            _refuse("initial_state", state.dtype.name, "of a float dtype of at least 16 bits")
     if options.scale is not None and not isinstance(options.scale, numbers.Real):
         _refuse("scale", repr(options.scale), "a Python number (it is static) or None")
+    for name in ("output_final_state", "l2norm", "state_v_first"):
+        if not isinstance(getattr(options, name), bool):
+            argument = "use_qk_l2norm_in_kernel" if name == "l2norm" else name
+            _refuse(argument, repr(getattr(options, name)), "a Python bool (it is static)")
     if options.implementation not in (None, "pallas", "reference"):
         _refuse("implementation", repr(options.implementation), 'None, "pallas" or "reference"')
     _check_config(options.config, V)
     return arrays
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 2
 
 
 def _refuse(name, got, allowed):
@@ -276,7 +287,7 @@ def _reference(arrays: dict, options: _Options):
     tokens = arrays["q"].shape[1]
     return reference.chunk_gated_delta_rule(
         **arrays,
-        scale=options.scale,
+        scale=None if options.scale is None else float(options.scale),
         output_final_state=options.output_final_state,
         use_qk_l2norm_in_kernel=options.l2norm,
         state_v_first=options.state_v_first,

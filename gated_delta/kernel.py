@@ -5,11 +5,11 @@ at the chunk's start, a chunk is (references.gated_delta derives it)
 
     locals    A = (I + M)^-1,  M = strictly_lower(diag(beta) (E * K K^T))
               solve    = A diag(beta)                     [C, C]
-              score    = scale (E * Q K^T)                [C, C]
-              key_in   = exp(D),  key_out = exp(D_C - D),  query_in = scale exp(D),  decay = exp(D_C)
+              score    = E * Q K^T                        [C, C]
+              key_in   = exp(D),  key_out = exp(D_C - D),  query_in = exp(D),  decay = exp(D_C)
     scan      U   = solve (V - key_in K S)                [C, V]
               S  <- decay S + K^T (key_out U)             [K, V]
-    outputs   O   = query_in Q S + score U                [C, V]
+    outputs   O   = scale (query_in Q S + score U)        [C, V]
 
 which is the affine map S <- (decay I - K^T key_out solve key_in K) S + K^T key_out solve V, never formed.
 L2 normalisation multiplies rows and columns: it is folded into key_in, key_out, query_in and the two [C, C] matrices,
@@ -18,8 +18,9 @@ so normalised keys are never rounded. Decayed keys are never stored: only their 
 Precision. Sums, gates, the inverse and the carried state are fp32. A product's operands have the input dtype:
 
     fp32   products keep fp32 accuracy (`product_precision`).
-    fp16   S, R = V - key_in K S and U are kept relative to a power of two, one for each column of V in each chunk,
-           about the norm of that column of V and S: a state of 65536 stays finite, and small values stay normal.
+    fp16   S is kept relative to a power of two, one for each column of V in each chunk, about that column's norm;
+           R = V - key_in K S and U relative to `update_power` of it. A state of 65536 stays finite and a small one
+           normal. Neither power depends on the chunk's tokens, so no output depends on a later token.
     bf16   `solve` and R enter their product as two terms, x = hi + lo. What is left is the rounding of S, U, score and
            the output; with one term each the error is 3.6e-3 to 4.7e-3, around the 4e-3 that is promised.
 """
@@ -149,19 +150,19 @@ def power_of_two(square):
     return lax.bitcast_convert_type(jnp.where(exponent > 0, (exponent + 127) >> 1, 127) << 23, jnp.float32)
 
 
+def update_power(power):
+    """The power of two that R and U are relative to: |V| < 2^16 and |k^T S| < 2^13 of it leave room to grow twofold."""
+    return jnp.maximum(power * 2.0**-12, 2.0)
+
+
 def reciprocal(power):
     """1 / p of a power of two, exactly."""
     return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
 
 
 def norm_factor(x):
-    """1 / |x| of each row of x [C, K], fp32.
-
-    0 for a zero row, which no factor changes: 1 / sqrt(epsilon) = 1000 would be the chunk's largest factor and set
-    `key_power` of all its other keys.
-    """
-    square = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
-    return jnp.where(square > 0.0, lax.rsqrt(square + NORM_EPSILON), 0.0)
+    """1 / |x| of each row of x [C, K], fp32."""
+    return lax.rsqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1) + NORM_EPSILON)
 
 
 def inverse_unit_lower(m, precision):
@@ -195,7 +196,7 @@ def inverse_unit_lower(m, precision):
     return y
 
 
-def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
+def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
     """Pass (a), one chunk of one head: all that does not depend on the state."""
     c = p.config.chunk_size
     in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
@@ -216,6 +217,9 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
     coarse, fine = jnp.cumsum(coarse), jnp.cumsum(fine)
     from_start = jnp.exp(coarse + fine)
     to_end = jnp.where(live, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)
+    if p.scaled:
+        # Tokens that write nothing have no part in `key_power`: with beta = 0, or a zero key, whose factor is 1000.
+        to_end = jnp.where((beta != 0) & (jnp.max(jnp.abs(k.astype(jnp.float32)), axis=1) > 0), to_end, 0.0)
     t, s = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
     between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
     # Select, then exp: above the diagonal the exponent is positive and may overflow.
@@ -231,10 +235,10 @@ def locals_body(ins, outs, *, p: Problem, scale, l2norm, architecture):
         outs["key_power"][...] = key_power
     outs["key_in"][...] = from_start * key_norm
     outs["key_out"][...] = key_out
-    outs["query_in"][...] = scale * query_norm * from_start
+    outs["query_in"][...] = query_norm * from_start
     outs["decay"][...] = jnp.exp(coarse_end + fine_end)
     # Stored before the inverse, which needs all registers.
-    query_row = jnp.broadcast_to(scale * query_norm, (c,))[:, None]
+    query_row = query_norm[:, None] if l2norm else 1.0
     outs["score"][...] = (query_row * column_norm * decays * dot(q, k.T, precision)).astype(p.dtype)
 
     key_row = (beta * key_norm)[:, None]
@@ -290,7 +294,12 @@ def scan_body(ins, outs, *, p: Problem, architecture):
         """Stores the state after `chunk` where the chunk closes a sequence or the window."""
         if "carry" in outs:
             sequence, _, closes = sequence_of(chunk)
-            stores = (chunk == last) | closes if p.keeps_states else chunk == last
+            stores = chunk == last
+            if p.keeps_states:
+                stores |= closes
+            if p.keeps_states and p.sequences is not None:
+                # A chunk that is not needed counts as the last sequence's, which may be empty.
+                stores &= ins["table"][chunk, grid.LENGTH] > 0
             mask = tile_mask(values, features, stores)
             plgpu.store(state_at(outs["carry"], sequence if p.keeps_states else b), state, mask=mask)
 
@@ -307,13 +316,13 @@ def scan_body(ins, outs, *, p: Problem, architecture):
 
         decay, rescale = ins["decay"][i], 1.0
         if p.scaled:
-            # |R| is at most twice the norm of V's and S's row, since |k| is at most 1.
-            power = power_of_two(jnp.sum(state * state, axis=1) * unit * unit + jnp.sum(v * v, axis=1))
+            power = unit * power_of_two(jnp.sum(state * state, axis=1))
             plgpu.store(outs["power"].at[i, values.index], power, mask=values.mask)
-            key_power = ins["key_power"][i]
-            v, rescale = reciprocal(power)[:, None] * v, (unit * reciprocal(power))[:, None]
-            decay = decay * reciprocal(key_power) * rescale
-            unit = power * key_power
+            scale_update, key_power = update_power(power), ins["key_power"][i]
+            v, key_in = reciprocal(scale_update)[:, None] * v, (power * reciprocal(scale_update))[:, None] * key_in
+            rescale = (unit * reciprocal(power))[:, None]
+            decay = decay * (unit * reciprocal(scale_update * key_power))[:, None]
+            unit = scale_update * key_power
         rounded_state = (rescale * state).astype(p.dtype)
         store_tile(outs["state"], (i,), values, features, rounded_state)
 
@@ -336,7 +345,7 @@ def scan_body(ins, outs, *, p: Problem, architecture):
         leave(last, unit[:, None] * state)
 
 
-def outputs_body(ins, outs, *, p: Problem, architecture):
+def outputs_body(ins, outs, *, p: Problem, scale, architecture):
     """Pass (c), one chunk of one head: one slice of V after the other, the features in blocks of at most 64.
 
     Neither is taken whole: [K, V] = 128 x 128 at once would need four times the LDS and, in fp32, spill.
@@ -355,11 +364,12 @@ def outputs_body(ins, outs, *, p: Problem, architecture):
         values = columns(part * p.slice_size, p.slice_size, p.slice_tile)
         states = [load_tile(ins["state"], (), values, block) for block in blocks]
         update = load_tile(ins["update"], (), values, square)
-        past = functools.reduce(jnp.add, [dot(x, s.T, precision) for x, s in zip(q, states, strict=True)])
-        o = query_in * past + dot(score, update.T, precision)
+        past = query_in * functools.reduce(jnp.add, [dot(x, s.T, precision) for x, s in zip(q, states, strict=True)])
+        present = dot(score, update.T, precision)
         if p.scaled:
-            o = o * load(ins["power"].at[values.index], values.mask)[None, :]
-        store_tile(outs["o"], (), existing, values, o.astype(p.dtype))
+            power = load(ins["power"].at[values.index], values.mask)
+            past, present = power[None, :] * past, update_power(power)[None, :] * present
+        store_tile(outs["o"], (), existing, values, (scale * (past + present)).astype(p.dtype))
 
     # A loop, not one slice after the other in the program's text: the compiler would load them all at once.
     lax.fori_loop(0, p.config.dv_splits, one_slice, None)
@@ -383,6 +393,11 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
         interpret=interpret,
         name=name,
     )({n: operands[n] for n in ins})
+
+
+def empty(shape, dtype):
+    """A buffer for kernels to fill. jax 0.10 takes `lax.empty` for batched under vmap, which breaks forward mode."""
+    return lax.empty(shape, dtype) if jax.__version_info__ >= (0, 11) else jnp.zeros(shape, dtype)
 
 
 def vary_alike(operands: dict) -> dict:
@@ -411,9 +426,9 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
     operands = vary_alike(operands)
     plans = grid.plan_locals(p), grid.plan_scan(p), grid.plan_outputs(p)
     bodies = (
-        functools.partial(locals_body, p=p, scale=scale, l2norm=l2norm, architecture=architecture),
+        functools.partial(locals_body, p=p, l2norm=l2norm, architecture=architecture),
         functools.partial(scan_body, p=p, architecture=architecture),
-        functools.partial(outputs_body, p=p, architecture=architecture),
+        functools.partial(outputs_body, p=p, scale=scale, architecture=architecture),
     )
     names = "gated_delta_locals", "gated_delta_scan", "gated_delta_outputs"
 
@@ -427,7 +442,7 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
     if p.in_place:
         shape = plans[2].out_shape["o"]
         # Packed sequences may end before T: what no sequence holds is 0.
-        results["o"] = (lax.empty if p.sequences is None else jnp.zeros)(shape.shape, shape.dtype)
+        results["o"] = (empty if p.sequences is None else jnp.zeros)(shape.shape, shape.dtype)
     if p.carry_rows:
         results["carry"] = _first_carry(p, operands)
     results = {n: x for n, x in vary_alike(operands | results).items() if n in results}
@@ -438,6 +453,6 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
 def _first_carry(p: Problem, operands):
     shape = grid.carry_shape(p)
     if p.sequences is None or not p.keeps_states:
-        return lax.empty(shape.shape, shape.dtype)
+        return empty(shape.shape, shape.dtype)
     # The state of an empty sequence passes through: no chunk writes it.
     return operands["initial_state"].astype(shape.dtype) if p.has_initial else jnp.zeros(shape.shape, shape.dtype)

@@ -94,7 +94,7 @@ def test_output_pass_on_gfx1151():
 
 # fla's scan at the same chunk length, by the same compiler: 43.5, 17.0 and 26.8. On gfx1151 40 was wanted and is not
 # reached (benchmarks/NOTES.md has the steps and what is left): there the figure only must not grow.
-@pytest.mark.parametrize(("arch", "most"), [("gfx1151", 48.6), ("gfx942", 17.0), ("gfx950", 26.8)])
+@pytest.mark.parametrize(("arch", "most"), [("gfx1151", 47.2), ("gfx942", 17.0), ("gfx950", 26.8)])
 def test_instructions_of_the_scan_for_one_matrix_instruction(arch, most):
     assert scan_loop(compiled(arch, "float16", 128, False)).instructions_per_matrix <= most
 

@@ -17,7 +17,7 @@ from attention_truth import qkv, random
 import flash
 from references import flash as reference
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "pallas")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -136,8 +136,30 @@ def test_lengths_of_run_time_are_not_checked():
     assert np.all(o[0] == 0)
 
 
-def test_what_no_kernel_does_yet():
-    with pytest.raises(NotImplementedError, match="no Pallas kernel exists yet for flash_attention"):
-        flash.flash_attention(Q, K, V, implementation="pallas")
-    with pytest.raises(NotImplementedError, match="config"):
-        flash.flash_attention(Q, K, V, config=object())
+SHAPE = jax.ShapeDtypeStruct
+
+
+@pytest.mark.parametrize(
+    "named, shapes",
+    [
+        ("K up to 576, got K = 577", [SHAPE((1, 8, 1, 577), jnp.float32)] * 2 + [SHAPE((1, 8, 1, 16), jnp.float32)]),
+        ("V up to 512, got V = 513", [SHAPE((1, 8, 1, 16), jnp.float32)] * 2 + [SHAPE((1, 8, 1, 513), jnp.float32)]),
+        ("got float8_e4m3fnuz", [SHAPE((1, 8, 1, 16), jnp.float8_e4m3fnuz)] * 3),
+        ("less than 2\\^31 elements", [SHAPE((1, 2**20, 16, 128), jnp.float8_e4m3fn)] * 3),
+    ],
+)
+def test_what_no_kernel_can_do(named, shapes):
+    """pytorch 189849, flash-attention 2260: refused, or done by the reference."""
+    with pytest.raises(NotImplementedError, match=named):
+        jax.eval_shape(partial(flash.flash_attention, implementation="pallas"), *shapes)
+    assert jax.eval_shape(flash.flash_attention, *shapes).shape == shapes[0].shape[:3] + shapes[2].shape[3:]
+
+
+def test_float64_has_no_kernel():
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="got float64"):
+        jax.eval_shape(partial(flash.flash_attention, implementation="pallas"), *[SHAPE((1, 8, 1, 16), "float64")] * 3)
+
+
+def test_config_is_checked():
+    with pytest.raises(ValueError, match="^config must be a flash.Config or None, got 64"):
+        flash.flash_attention(Q, K, V, config=64)

@@ -133,6 +133,67 @@ def test_splits_of_v_agree():
             assert accuracy.relative_l2(x, np.asarray(y, np.float64)) <= 1e-6
 
 
+@pytest.mark.parametrize("cu_seqlens", [(0, 5, 5), (0, 20, 20, 20), (0, 0, 1, 1, 34, 90, 90)], ids=str)
+@pytest.mark.parametrize("window_chunks", [1, 2, 3, 32])
+def test_states_of_empty_sequences_at_the_end_pass_through(cu_seqlens, window_chunks):
+    """Chunks that are not needed stand at the end of the last window, whatever its length."""
+    case = GatedDeltaCase("empty_at_the_end", "", 1, cu_seqlens[-1], 1, 2, 16, 16, cu_seqlens=cu_seqlens)
+    errors = accuracy.gated_delta_errors(prefill(case, gated_delta.Config(16, window_chunks, 1)), truth(case))
+    assert_within(errors, accuracy.gated_delta_bounds(case, inputs(case), truth(case), 16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [1000.0, 20000.0])
+def test_large_later_values_change_no_earlier_bit(dtype, factor):
+    """Powers of two that fp16 operands are relative to must not come from later tokens of the chunk."""
+    arguments = inputs(GatedDeltaCase("causal", "", 1, 20, 1, 2, 16, 16, dtype))
+    function = partial(gated_delta.chunk_gated_delta_rule, implementation="pallas", config=gated_delta.Config(16, 2, 1))
+    o, _ = function(**arguments)
+    later, _ = function(**arguments | {"v": arguments["v"].at[:, 12:].multiply(factor)})
+    assert bits(later[:, :12]) == bits(o[:, :12])
+    assert bits(later[:, 12:]) != bits(o[:, 12:])
+
+
+def fp16_case(change):
+    """An fp16 case whose operands have no power of two in common: see `test_fp16_mixed_magnitudes`."""
+    case = GatedDeltaCase("mixed", "", 1, 40, 1, 2, 16, 16, "float16")
+    arguments = inputs(case)
+    if change == "small scale":
+        arguments |= {"scale": 1e-6, "v": (arguments["v"] * 1000).astype(jnp.float16)}
+    if change == "large scale":
+        arguments |= {"scale": 1e4, "v": (arguments["v"] * 0.01).astype(jnp.float16)}
+    if change == "a large value that is not written":
+        arguments |= {"v": arguments["v"].at[:, 20].set(6e4), "beta": arguments["beta"].at[:, 20].set(0)}
+    if change == "a last token that only decays":
+        arguments |= {"beta": arguments["beta"].at[:, 39].set(0), "g": arguments["g"].at[:, 39].set(-12)}
+    return case, arguments
+
+
+@pytest.mark.parametrize(
+    "change", ["small scale", "large scale", "a large value that is not written", "a last token that only decays"]
+)
+def test_fp16_mixed_magnitudes(change):
+    case, arguments = fp16_case(change)
+    result = gated_delta.chunk_gated_delta_rule(
+        **arguments, implementation="pallas", config=gated_delta.Config(16, 2, 1)
+    )
+    expected = accuracy.gated_delta_truth(arguments)
+    assert_within(accuracy.gated_delta_errors(result, expected), accuracy.gated_delta_bounds(case, arguments, expected))
+
+
+@pytest.mark.parametrize("function", [gated_delta.chunk_gated_delta_rule, gated_delta.recurrent_gated_delta_rule])
+def test_forward_mode_and_second_derivatives(function):
+    arguments = inputs(GatedDeltaCase("forward", "", 1, 4, 1, 1, 3, 2))
+    v = arguments.pop("v")
+
+    def total(v):
+        o, state = function(v=v, **arguments)
+        return jnp.sum(o**3) + jnp.sum(state**3)
+
+    chex.assert_trees_all_close(jax.jacfwd(total)(v), jax.grad(total)(v), rtol=1e-5, atol=1e-5)
+    assert np.isfinite(np.asarray(jax.hessian(total)(v))).all()
+
+
 def test_two_runs_are_bit_equal():
     case = GatedDeltaCase("twice", "", 1, 50, 1, 2, 16, 16, "bfloat16")
     assert bits(prefill(case, small_windows(case))) == bits(prefill(case, small_windows(case)))
