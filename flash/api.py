@@ -75,7 +75,8 @@ def flash_attention(
       k_scale: scalar.
       v_scale: scalar.
       return_lse: whether to return the natural logarithm of the softmax's denominator too.
-      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference".
+      implementation: None or "reference": the blocked reference; "pallas": the kernels, which have not run on a GPU
+        yet (on a CPU in interpret mode, slow).
       config: how the kernels are cut; by default from the table in `flash.tuning`.
 
     Returns:
@@ -147,7 +148,7 @@ def dot_product_attention(
       query_seq_lengths: integers `[B]`; rows from there on give 0.
       key_value_seq_lengths: integers `[B]`; keys from there on are hidden.
       local_window_size: `(left, right)`, or one int for both: row t sees keys from `t - left` to `t + right`.
-      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference";
+      implementation: None or "reference": the blocked reference; "pallas": the kernels, not run on a GPU yet;
         "xla" and "cudnn" call `jax.nn`.
       return_residual: whether to return the natural logarithm of the softmax's denominator too. As in
         `jax.nn`, no gradient flows through it.
@@ -260,21 +261,23 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
 
 
 def _run(arrays: dict, q, k, v, mask, refer: Callable, launch: Callable, implementation: str | None):
-    """`launch` where there is a GPU and it can do it, else `refer`; both take `arrays`, and `launch` the platform."""
+    """`launch` where it is asked for, else `refer`; both take `arrays`, and `launch` the platform.
+
+    The kernels have not run on a GPU yet, so `implementation=None` does not choose them.
+    """
     # Of the forward pass nothing is kept but its inputs.
     refer = jax.checkpoint(refer)
     obstacle = _obstacle(q, k, v, mask)
     if implementation == "pallas" and obstacle:
         raise NotImplementedError(f"the Pallas kernels take {obstacle}")
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
-    if implementation == "reference" or obstacle or 0 in (q.size, k.size):
+    if implementation != "pallas" or 0 in (q.size, k.size):
         return refer(arrays)
-    other = {"default": refer} if implementation is None else {"cpu": functools.partial(launch, platform=None)}
 
     @jax.custom_jvp
     def differentiable(arrays):
         branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
-        return lax.platform_dependent(arrays, **branches, **other)
+        return lax.platform_dependent(arrays, **branches, cpu=functools.partial(launch, platform=None))
 
     @differentiable.defjvp
     def derivative(primals, tangents):

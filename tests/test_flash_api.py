@@ -161,5 +161,5 @@ def test_float64_has_no_kernel():
 
 
 def test_config_is_checked():
-    with pytest.raises(ValueError, match="^config must be a flash.Config or None, got 64"):
+    with pytest.raises(ValueError, match=r"^config must be a flash\.Config or None, got 64"):
         flash.flash_attention(Q, K, V, config=64)
