@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
 from gated_delta.grid import Problem
-from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON, call, columns, load, tile_mask, vary_alike
+from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON, call, vary_alike
+from gated_delta.tiles import columns, load, tile_mask
 
 
 def decode_body(ins, outs, *, p: Problem, scale, l2norm):

@@ -10,9 +10,11 @@ The three passes run window by window over scratch for one window, so scratch is
 window:
 
     locals    one program for each (chunk, batch, head)      parallel over everything: nothing here depends on the state
+                                                             (three kernels; `blocks` takes several chunks a program)
     scan      one program for each (batch, head, V slice)    serial over the chunks; the columns of the state never mix,
                                                              so a slice of V is a problem of its own
     outputs   one program for each (chunk, batch, head)      parallel over everything: the states are known now
+                                                             (or part of the scan: `Config.outputs_in_scan`)
 
 All index functions are pure integer arithmetic (+ - * // %) and serve Python ints and traced program ids alike.
 """
@@ -42,6 +44,19 @@ def chunk_program(program, batch, heads):
 def scan_program(program, heads, dv_splits):
     """(b, h, V slice) of a program of the scan; the slices of a head are neighbours and share its keys in L2."""
     return program // (heads * dv_splits), program // dv_splits % heads, program % dv_splits
+
+
+# Rows of the diagonal blocks that are inverted by substitution.
+BLOCK = 16
+# Columns of them, of one or several chunks, that a program inverts.
+BLOCK_LANES = 256
+
+
+def block_columns(program, lane, p):
+    """((chunk in window, b, h), column) of a lane of a program of `blocks`. Lanes beyond the end repeat the last."""
+    last = p.window_chunks * p.batch * p.heads * p.config.chunk_size - 1
+    n = jnp.minimum(program * BLOCK_LANES + lane, last)
+    return chunk_program(n // p.config.chunk_size, p.batch, p.heads), n % p.config.chunk_size
 
 
 def group_of(head, heads, groups):
@@ -177,6 +192,10 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     c = p.config.chunk_size
     f32, dtype = jnp.float32, p.dtype
     buffers = {
+        # inside of the locals
+        "gram": ((*window, c, c), f32),
+        "blocks": ((*window, c, BLOCK), f32),
+        "strength": ((*window, c), f32),
         # locals -> scan
         "solve": ((*window, p.terms, c, c), dtype),
         "key_in": ((*window, c), f32),
@@ -185,27 +204,35 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
         # locals -> outputs
         "score": ((*window, c, c), dtype),
         "query_in": ((*window, c), f32),
-        # scan -> outputs
-        "update": ((*window, p.value_size, c), dtype),
-        "state": ((*window, p.value_size, p.key_size), dtype),
     }
     if p.scaled:
-        buffers |= {"key_power": (window, f32), "power": ((*window, p.value_size), f32)}
+        buffers["key_power"] = (window, f32)
+    if not p.config.outputs_in_scan:
+        # scan -> outputs
+        buffers["update"] = ((*window, p.value_size, c), dtype)
+        buffers["state"] = ((*window, p.value_size, p.key_size), dtype)
+        if p.scaled:
+            buffers["power"] = ((*window, p.value_size), f32)
     return {name: jax.ShapeDtypeStruct(*spec) for name, spec in buffers.items()}
 
 
 LOCALS_TO_OUTPUTS = ("score", "query_in")
 
 
+TO_SOLVE = ("gram", "strength")
+INSIDE_LOCALS = (*TO_SOLVE, "blocks")
+
+
 def locals_to_scan(p: Problem) -> tuple[str, ...]:
-    return ("solve", "key_in", "key_out", "decay", *(("key_power",) if p.scaled else ()))
+    """Without `solve`, which is not the first kernel's."""
+    return ("key_in", "key_out", "decay", *(("key_power",) if p.scaled else ()))
 
 
 def plan_locals(p: Problem) -> Plan:
-    """Pass (a): reads q, k, g, beta of a chunk; writes what the scan and the outputs multiply with."""
+    """Pass (a): reads q, k, g, beta of a chunk; writes M, and what the scan and the outputs multiply with."""
     tokens = _token_specs(p, lambda program: chunk_program(program, p.batch, p.heads)[1:])
     chunk, buffers = _chunk_specs(p), scratch(p)
-    written = (*locals_to_scan(p), *LOCALS_TO_OUTPUTS)
+    written = (*TO_SOLVE, *locals_to_scan(p), *LOCALS_TO_OUTPUTS)
     return Plan(
         grid=(p.window_chunks * p.batch * p.heads,),
         num_warps=_warps_for(p, p.config.chunk_size // 16),
@@ -215,17 +242,51 @@ def plan_locals(p: Problem) -> Plan:
     )
 
 
+def plan_blocks(p: Problem) -> Plan:
+    """Pass (a): reads M of all chunks; writes the inverses of the diagonal blocks."""
+    buffers = scratch(p)
+
+    def whole(name):
+        return pl.BlockSpec(buffers[name].shape, lambda program: (0,) * 5)
+
+    columns = p.window_chunks * p.batch * p.heads * p.config.chunk_size
+    return Plan(
+        grid=(-(-columns // BLOCK_LANES),),
+        num_warps=4,
+        in_specs={"gram": whole("gram")},
+        out_specs={"blocks": whole("blocks")},
+        out_shape=_pick(buffers, ("blocks",)),
+    )
+
+
+def plan_solve(p: Problem) -> Plan:
+    """Pass (a): reads M and the inverses of its diagonal blocks; writes `solve`."""
+    chunk = _chunk_specs(p)
+    return Plan(
+        grid=(p.window_chunks * p.batch * p.heads,),
+        num_warps=_warps_for(p, p.config.chunk_size // 16),
+        in_specs=_pick(chunk, (*TO_SOLVE, "blocks")),
+        out_specs=_pick(chunk, ("solve",)),
+        out_shape=_pick(scratch(p), ("solve",)),
+    )
+
+
 def plan_scan(p: Problem) -> Plan:
-    """Pass (b): carries the state over the chunks of a window; writes each chunk's first state and its updates."""
+    """Pass (b): carries the state over a window; writes each chunk's first state and its updates, or its outputs."""
     tokens = _token_specs(p, lambda program: scan_program(program, p.heads, p.config.dv_splits)[:2])
     window, buffers = _window_specs(p), scratch(p)
     plan = Plan(
         grid=(p.batch * p.heads * p.config.dv_splits,),
         num_warps=p.config.num_warps,
-        in_specs=_position_specs(p) | _pick(tokens, ("k", "v")) | _pick(window, locals_to_scan(p)),
+        in_specs=_position_specs(p) | _pick(tokens, ("k", "v")) | _pick(window, ("solve", *locals_to_scan(p))),
         out_specs=_pick(window, scan_to_outputs(p)),
         out_shape=_pick(buffers, scan_to_outputs(p)),
     )
+    if p.config.outputs_in_scan:
+        plan.in_specs.update(_pick(tokens, ("q",)) | _pick(window, LOCALS_TO_OUTPUTS))
+        plan.out_specs["o"], plan.out_shape["o"] = tokens["v"], output_shape(p)
+        if p.in_place:
+            plan.in_specs["o"] = tokens["v"]
     if p.has_initial:
         plan.in_specs["initial_state"] = _state_spec(p, p.state_rows)
     if p.carry_rows:
@@ -246,7 +307,7 @@ def plan_outputs(p: Problem) -> Plan:
         | _pick(chunk, LOCALS_TO_OUTPUTS)
         | _pick(chunk, scan_to_outputs(p)),
         out_specs={"o": tokens["v"]},
-        out_shape={"o": jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)},
+        out_shape={"o": output_shape(p)},
     )
     if p.in_place:
         plan.in_specs["o"] = tokens["v"]
@@ -274,7 +335,7 @@ def plan_decode(p: Problem) -> Plan:
         num_warps=p.config.num_warps,
         in_specs=_pick(tokens, ("q", "k", "v", "g", "beta")),
         out_specs={"o": tokens["v"]},
-        out_shape={"o": jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)},
+        out_shape={"o": output_shape(p)},
     )
     if p.sequences is not None:
         plan.in_specs["cu_seqlens"] = pl.BlockSpec((p.sequences + 1,), lambda program: (0,))
@@ -287,7 +348,13 @@ def plan_decode(p: Problem) -> Plan:
     return plan
 
 
+def output_shape(p: Problem) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((p.batch, p.seq_len, p.heads, p.value_size), p.dtype)
+
+
 def scan_to_outputs(p: Problem) -> tuple[str, ...]:
+    if p.config.outputs_in_scan:
+        return ()
     return ("update", "state", "power") if p.scaled else ("update", "state")
 
 
@@ -296,12 +363,21 @@ def carry_shape(p: Problem) -> jax.ShapeDtypeStruct:
 
 
 def scratch_bytes(p: Problem) -> int:
-    """What a prefill allocates besides its results: one window's buffers, the table, and a carry where windows > 1."""
-    buffers = list(scratch(p).values())
+    """What a prefill allocates besides its results: one window's buffers, the table, and a carry where windows > 1.
+
+    What only the kernels of the locals use is free again when the scan stores for the outputs.
+    """
+    window = scratch(p)
+    inside, later = ([window.pop(name) for name in names] for names in (INSIDE_LOCALS, scan_to_outputs(p)))
+    buffers = [*window.values(), *max(inside, later, key=_bytes)]
     if p.sequences is not None:
         buffers.append(jax.ShapeDtypeStruct((p.chunks, TABLE_COLUMNS), jnp.int32))
     if p.carry_rows and not p.keeps_states:
         buffers.append(carry_shape(p))
+    return _bytes(buffers)
+
+
+def _bytes(buffers) -> int:
     return sum(b.size * b.dtype.itemsize for b in buffers)
 
 

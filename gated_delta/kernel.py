@@ -3,8 +3,8 @@
 With D_t the sum of g from the chunk's first token to t, E_ts = exp(D_t - D_s) for s <= t (else 0), and S the state
 at the chunk's start, a chunk is (references.gated_delta derives it)
 
-    locals    A = (I + M)^-1,  M = strictly_lower(diag(beta) (E * K K^T))
-              solve    = A diag(beta)                     [C, C]
+    locals    gram     = M = strictly_lower(diag(beta) (E * K K^T))
+              solve    = (I + M)^-1 diag(beta)            [C, C], by the two kernels of `gated_delta.inverse`
               score    = E * Q K^T                        [C, C]
               key_in   = exp(D),  key_out = exp(D_C - D),  query_in = exp(D),  decay = exp(D_C)
     scan      U   = solve (V - key_in K S)                [C, V]
@@ -26,7 +26,6 @@ Precision. Sums, gates, the inverse and the carried state are fp32. A product's 
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,19 @@ from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
 from gated_delta.grid import Problem
+from gated_delta.inverse import blocks_body, solve_body
+from gated_delta.tiles import (
+    columns,
+    dot,
+    load,
+    load_tile,
+    load_tokens,
+    product_precision,
+    split_terms,
+    store_tile,
+    tile_mask,
+    token_rows,
+)
 
 # exp(-104) is 0 in fp32, so this floor loses nothing and makes g = -inf (a full reset) an ordinary number.
 LOWEST_LOG_DECAY = -104.0
@@ -43,104 +55,6 @@ LOWEST_LOG_DECAY = -104.0
 GATE_STEP = 2.0**-10
 # Under the square root of an l2 norm, as in the reference.
 NORM_EPSILON = 1e-6
-
-
-class Axis(NamedTuple):
-    """One axis of a tile: where its elements are, and which of them exist (None: all)."""
-
-    index: jax.Array
-    mask: jax.Array | None
-
-
-def columns(start, size, tile_size) -> Axis:
-    """`size` consecutive elements from `start`, in a tile of `tile_size`."""
-    offset = lax.iota(jnp.int32, tile_size)
-    return Axis(start + offset, None if size == tile_size else offset < size)
-
-
-def tile_mask(rows: Axis, cols: Axis, also=None):
-    """The mask of a 2-D tile, None where all of it exists; `also` is a scalar condition."""
-    masks = [rows.mask, cols.mask, also]
-    views = [
-        m[i] if m.ndim else m for m, i in zip(masks, ((..., None), (None, ...), ...), strict=True) if m is not None
-    ]
-    if not views:
-        return None
-    mask = views[0]
-    for view in views[1:]:
-        mask = mask & view
-    return jnp.broadcast_to(mask, (rows.index.size, cols.index.size))
-
-
-def load(ref, mask):
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
-
-
-def load_tile(ref, at, rows: Axis, cols: Axis):
-    """The tile ref[*at, rows, cols]; 0 where it does not exist."""
-    return load(ref.at[*at, rows.index[:, None], cols.index[None, :]], tile_mask(rows, cols))
-
-
-def store_tile(ref, at, rows: Axis, cols: Axis, value):
-    plgpu.store(ref.at[*at, rows.index[:, None], cols.index[None, :]], value, mask=tile_mask(rows, cols))
-
-
-def load_tokens(ref, at, rows: Axis):
-    """Per-token numbers ref[*at, rows] in fp32."""
-    return load(ref.at[*at, rows.index], rows.mask).astype(jnp.float32)
-
-
-def token_rows(p: Problem, ins, chunk) -> tuple[Axis, Axis]:
-    """The tokens of a chunk, to load and to store; chunks count from the first of all windows.
-
-    A load beyond the last token reads that one again: a mask would cost the scan a branch and an address for each few
-    rows. With g = beta = 0 such a row is inert, and its output is not stored. Only packed sequences mask their loads:
-    what lies beyond is another sequence's, and may be NaN.
-    """
-    offset = lax.iota(jnp.int32, p.config.chunk_size)
-    if p.sequences is None:
-        rows = chunk * p.config.chunk_size + offset
-        return Axis(jnp.minimum(rows, p.seq_len - 1), None), Axis(rows, rows < p.seq_len)
-    known = jnp.minimum(chunk, p.chunks - 1)
-    length = jnp.where(chunk < p.chunks, ins["table"][known, grid.LENGTH], 0)
-    rows = Axis(ins["table"][known, grid.START] + offset, offset < length)
-    return rows, rows
-
-
-def dot(x, y, precision=None):
-    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
-
-
-def product_precision(p: Problem, architecture):
-    """How a product of q, k, v, states and updates keeps fp32 accuracy for fp32 inputs.
-
-    By default it would be a single TF32 (or XF32) product. Operands of 16 bits need no choice.
-    """
-    if p.dtype != jnp.float32:
-        return None
-    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if _is_nvidia(architecture) else lax.Precision.HIGHEST
-
-
-def inverse_precision(architecture):
-    """How the inverse keeps fp32 accuracy, whatever the inputs.
-
-    On NVIDIA six bf16 products are as accurate as three TF32 products and need fewer registers: 186 against 254 for a
-    chunk of 64, which lets twice as many workgroups on an SM.
-    """
-    return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if _is_nvidia(architecture) else lax.Precision.HIGHEST
-
-
-def _is_nvidia(architecture):
-    return architecture is not None and architecture.startswith("sm")
-
-
-def split_terms(x, dtype, terms):
-    """x (fp32) as a sum of `terms` values of `dtype`, the largest first."""
-    parts = []
-    for _ in range(terms):
-        parts.append(x.astype(dtype))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
 
 
 def power_of_two(square):
@@ -165,39 +79,8 @@ def norm_factor(x):
     return lax.rsqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1) + NORM_EPSILON)
 
 
-def inverse_unit_lower(m, precision):
-    """(I + M)^-1 for a strictly lower triangular M [C, C], fp32.
-
-    Forward substitution inside the 16 x 16 diagonal blocks, all of them at once; then block doubling: with Y the
-    inverse of the diagonal blocks of n rows, Y (I - M_off Y) is that of the blocks of 2 n rows.
-    """
-    c = m.shape[0]
-    blocks = c // 16
-    of_row, of_column = (lax.broadcasted_iota(jnp.int32, (blocks, 16, blocks, 16), d) for d in (0, 2))
-    diagonal = jnp.sum(jnp.where(of_row == of_column, m.reshape(blocks, 16, blocks, 16), 0.0), axis=2)
-    i, j = (lax.broadcasted_iota(jnp.int32, (blocks, 16, 16), d) for d in (1, 2))
-
-    def eliminate(s, x):
-        """Row s of x is final: take its multiples from the rows below."""
-        below = jnp.sum(jnp.where(j == s, diagonal, 0.0), axis=2)
-        final = jnp.sum(jnp.where(i == s, x, 0.0), axis=1)
-        return x - below[:, :, None] * final[:, None, :]
-
-    x = lax.fori_loop(0, 15, eliminate, jnp.where(i == j, 1.0, 0.0))
-    y = jnp.where(of_row == of_column, x[:, :, None, :], 0.0).reshape(c, c)
-    row, col = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
-    n = 16
-    while n < c:
-        off = jnp.where((row // n % 2 == 1) & (col // n == row // n - 1), m, 0.0)
-        # Y enters products only. Written as Y - Y M_off Y, its use outside of one makes Triton run the elimination
-        # above in the products' layout, which takes three times as long as all the rest of this pass (H200).
-        y = dot(y, jnp.where(row == col, 1.0, 0.0) - dot(off, y, precision), precision)
-        n *= 2
-    return y
-
-
 def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
-    """Pass (a), one chunk of one head: all that does not depend on the state."""
+    """Pass (a), one chunk of one head: all that does not depend on the state, but for the inverse."""
     c = p.config.chunk_size
     in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
     rows, existing = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
@@ -237,19 +120,18 @@ def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
     outs["key_out"][...] = key_out
     outs["query_in"][...] = query_norm * from_start
     outs["decay"][...] = jnp.exp(coarse_end + fine_end)
-    # Stored before the inverse, which needs all registers.
     query_row = query_norm[:, None] if l2norm else 1.0
     outs["score"][...] = (query_row * column_norm * decays * dot(q, k.T, precision)).astype(p.dtype)
 
     key_row = (beta * key_norm)[:, None]
-    m = jnp.where(t > s, key_row * column_norm * decays * dot(k, k.T, precision), 0.0)
-    solve = inverse_unit_lower(m, inverse_precision(architecture)) * beta[None, :]
-    for term, part in enumerate(split_terms(solve, p.dtype, p.terms)):
-        outs["solve"][term] = part
+    outs["gram"][...] = jnp.where(t > s, key_row * column_norm * decays * dot(k, k.T, precision), 0.0)
+    outs["strength"][...] = beta
 
 
-def scan_body(ins, outs, *, p: Problem, architecture):
+def scan_body(ins, outs, *, p: Problem, scale, architecture):
     """Pass (b), one head and one slice of V: carries the state over the chunks of a window.
+
+    Stores each chunk's first state and its updates for pass (c), or under `outputs_in_scan` does that pass's work.
 
     All tiles are held transposed: S^T [V / dv_splits, K], R^T and U^T [V / dv_splits, C]. A warp then owns rows of V,
     and S, R and U pass from one product to the next in its registers. fp16 keeps `state` in units of `unit`, one for
@@ -306,7 +188,7 @@ def scan_body(ins, outs, *, p: Problem, architecture):
     def step(i, carried):
         state, unit = carried
         chunk = first + i
-        rows, _ = token_rows(p, ins, chunk)
+        rows, existing = token_rows(p, ins, chunk)
         if p.sequences is not None:
             state, unit = enter(chunk, unit[:, None] * state), jnp.ones_like(unit)
         k = load_tile(ins["k"], (), rows, features)
@@ -317,22 +199,32 @@ def scan_body(ins, outs, *, p: Problem, architecture):
         decay, rescale = ins["decay"][i], 1.0
         if p.scaled:
             power = unit * power_of_two(jnp.sum(state * state, axis=1))
-            plgpu.store(outs["power"].at[i, values.index], power, mask=values.mask)
+            if "power" in outs:
+                plgpu.store(outs["power"].at[i, values.index], power, mask=values.mask)
             scale_update, key_power = update_power(power), ins["key_power"][i]
             v, key_in = reciprocal(scale_update)[:, None] * v, (power * reciprocal(scale_update))[:, None] * key_in
             rescale = (unit * reciprocal(power))[:, None]
             decay = decay * (unit * reciprocal(scale_update * key_power))[:, None]
             unit = scale_update * key_power
         rounded_state = (rescale * state).astype(p.dtype)
-        store_tile(outs["state"], (i,), values, features, rounded_state)
+        if not p.config.outputs_in_scan:
+            store_tile(outs["state"], (i,), values, features, rounded_state)
 
         residual = split_terms(v - key_in * dot(rounded_state, k.T, precision), p.dtype, p.terms)
         update = dot(residual[0], solve[0], precision)
         if p.terms == 2:
             update = update + dot(residual[0], solve[1]) + dot(residual[1], solve[0])
         state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
-        # Last, which keeps its addresses out of the products' registers: earlier costs a spill on gfx1151.
-        store_tile(outs["update"], (i,), values, square, update.astype(p.dtype))
+        if p.config.outputs_in_scan:
+            q, score = load_tile(ins["q"], (), rows, features), load_tile(ins["score"], (i,), square, square)
+            past = load_tokens(ins["query_in"], (i,), square)[None, :] * dot(rounded_state, q.T, precision)
+            present = dot(update.astype(p.dtype), score.T, precision)
+            if p.scaled:
+                past, present = power[:, None] * past, scale_update[:, None] * present
+            store_tile(outs["o"], (), existing, values, (scale * (past + present)).astype(p.dtype).T)
+        else:
+            # Last, which keeps its addresses out of the products' registers: earlier costs a spill on gfx1151.
+            store_tile(outs["update"], (i,), values, square, update.astype(p.dtype))
         if p.sequences is not None:
             leave(chunk, unit[:, None] * state)
         return state, unit
@@ -379,7 +271,7 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
     ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
     # Under shard_map a result varies over the mesh axes that its operands vary over (see `vary_alike`).
-    varies = jax.typeof(operands["q"]).manual_axis_type
+    varies = jax.typeof(operands[ins[0]]).manual_axis_type
     return pl.pallas_call(
         body,
         grid=plan.grid,
@@ -424,23 +316,26 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
       (o, final states in fp32, or None where they are not asked for)
     """
     operands = vary_alike(operands)
-    plans = grid.plan_locals(p), grid.plan_scan(p), grid.plan_outputs(p)
-    bodies = (
-        functools.partial(locals_body, p=p, l2norm=l2norm, architecture=architecture),
-        functools.partial(scan_body, p=p, architecture=architecture),
-        functools.partial(outputs_body, p=p, scale=scale, architecture=architecture),
-    )
-    names = "gated_delta_locals", "gated_delta_scan", "gated_delta_outputs"
+    passes = [
+        ("locals", grid.plan_locals(p), functools.partial(locals_body, l2norm=l2norm, architecture=architecture)),
+        ("blocks", grid.plan_blocks(p), blocks_body),
+        ("solve", grid.plan_solve(p), functools.partial(solve_body, architecture=architecture)),
+        ("scan", grid.plan_scan(p), functools.partial(scan_body, scale=scale, architecture=architecture)),
+    ]
+    if not p.config.outputs_in_scan:
+        body = functools.partial(outputs_body, scale=scale, architecture=architecture)
+        passes.append(("outputs", grid.plan_outputs(p), body))
 
     def window(number, results):
         arrays = operands | results | {"window": jnp.full((1,), number, jnp.int32)}
-        for body, name, plan in zip(bodies, names, plans, strict=True):
-            arrays |= call(body, name, p, plan, arrays, interpret=architecture is None)
+        for name, plan, body in passes:
+            body = functools.partial(body, p=p)
+            arrays |= call(body, f"gated_delta_{name}", p, plan, arrays, interpret=architecture is None)
         return {n: arrays[n] for n in ("o", "carry") if n in arrays}
 
     results = {}
     if p.in_place:
-        shape = plans[2].out_shape["o"]
+        shape = grid.output_shape(p)
         # Packed sequences may end before T: what no sequence holds is 0.
         results["o"] = (empty if p.sequences is None else jnp.zeros)(shape.shape, shape.dtype)
     if p.carry_rows:

@@ -280,7 +280,7 @@ def test_a_row_that_does_not_compile_is_told_and_the_others_go_on(capsys, monkey
 
 
 def test_algorithms_without_kernels_say_so(capsys):
-    for name in ("flash", "gqa"):
+    for name in ("gqa",):
         assert shipped.works(name, architectures.KNOWN) == []
         assert main([name]) == 0
         assert f"{name}: no Pallas kernels yet" in capsys.readouterr().out
@@ -306,9 +306,28 @@ def test_gated_delta_rows_of_one_architecture(capsys):
     for result in results:
         kernels = [kernel["name"] for kernel in result["kernels"]]
         if result["name"].startswith("chunk"):
-            assert kernels == ["gated_delta_locals", "gated_delta_scan", "gated_delta_outputs"]
+            assert kernels == [f"gated_delta_{name}" for name in ("locals", "blocks", "solve", "scan", "outputs")]
         else:
             assert kernels == ["gated_delta_decode"]
+        assert result["reason"]
+
+
+def test_flash_rows_of_one_architecture(capsys):
+    from flash.tuning import default_config
+
+    assert main(["flash", "--arch", "gfx1100", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    expected = {
+        f"flash_attention {dtype} K={K} {kind}": str(default_config("gfx1100", dtype, K, K))
+        for dtype in ("float16", "bfloat16")
+        for K in (64, 128)
+        for kind in ("full", "causal", "split")
+    }
+    assert {result["name"]: result["row"] for result in results} == expected
+    for result in results:
+        split = result["name"].endswith("split")
+        kernels = ["flash_split_forward_kv_group_first", "flash_merge"] if split else ["flash_forward_kv_group_first"]
+        assert [kernel["name"] for kernel in result["kernels"]] == kernels
         assert result["reason"]
 
 

@@ -95,6 +95,18 @@ def test_without_a_final_state_the_output_is_the_same(cu_seqlens):
     assert bits(alone) == bits(o)
 
 
+WITHOUT_OUTPUTS = ("size_128", "packed_", "v_first", "strong", "aiter", "l2norm", "K_")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.T > 16 and c.name.startswith(WITHOUT_OUTPUTS)], ids=str)
+def test_the_scan_may_compute_the_outputs(case):
+    config = replace(small_windows(case, 16, 2), outputs_in_scan=True)
+    assert_within(
+        accuracy.gated_delta_errors(prefill(case, config), truth(case)),
+        accuracy.gated_delta_bounds(case, inputs(case), truth(case), 16),
+    )
+
+
 NAMED = ("v_first", "l2norm", "K_", "packed_", "heads_", "one_token", "attention_gym", "size_128_fp16")
 DECODED = [c for c in CASES if c.T <= 5 or c.name.startswith(NAMED)]
 

@@ -1,0 +1,105 @@
+"""What kernels of the gated delta rule share: tiles, their loads and stores, and products."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from gated_delta import grid
+from gated_delta.grid import Problem
+
+
+class Axis(NamedTuple):
+    """One axis of a tile: where its elements are, and which of them exist (None: all)."""
+
+    index: jax.Array
+    mask: jax.Array | None
+
+
+def columns(start, size, tile_size) -> Axis:
+    """`size` consecutive elements from `start`, in a tile of `tile_size`."""
+    offset = lax.iota(jnp.int32, tile_size)
+    return Axis(start + offset, None if size == tile_size else offset < size)
+
+
+def tile_mask(rows: Axis, cols: Axis, also=None):
+    """The mask of a 2-D tile, None where all of it exists; `also` is a scalar condition."""
+    masks = [rows.mask, cols.mask, also]
+    views = [
+        m[i] if m.ndim else m for m, i in zip(masks, ((..., None), (None, ...), ...), strict=True) if m is not None
+    ]
+    if not views:
+        return None
+    mask = views[0]
+    for view in views[1:]:
+        mask = mask & view
+    return jnp.broadcast_to(mask, (rows.index.size, cols.index.size))
+
+
+def load(ref, mask):
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
+
+
+def load_tile(ref, at, rows: Axis, cols: Axis):
+    """The tile ref[*at, rows, cols]; 0 where it does not exist."""
+    return load(ref.at[*at, rows.index[:, None], cols.index[None, :]], tile_mask(rows, cols))
+
+
+def store_tile(ref, at, rows: Axis, cols: Axis, value):
+    plgpu.store(ref.at[*at, rows.index[:, None], cols.index[None, :]], value, mask=tile_mask(rows, cols))
+
+
+def load_tokens(ref, at, rows: Axis):
+    """Per-token numbers ref[*at, rows] in fp32."""
+    return load(ref.at[*at, rows.index], rows.mask).astype(jnp.float32)
+
+
+def token_rows(p: Problem, ins, chunk) -> tuple[Axis, Axis]:
+    """The tokens of a chunk, to load and to store; chunks count from the first of all windows.
+
+    A load beyond the last token reads that one again: a mask would cost the scan a branch and an address for each few
+    rows. With g = beta = 0 such a row is inert, and its output is not stored. Only packed sequences mask their loads:
+    what lies beyond is another sequence's, and may be NaN.
+    """
+    offset = lax.iota(jnp.int32, p.config.chunk_size)
+    if p.sequences is None:
+        rows = chunk * p.config.chunk_size + offset
+        return Axis(jnp.minimum(rows, p.seq_len - 1), None), Axis(rows, rows < p.seq_len)
+    known = jnp.minimum(chunk, p.chunks - 1)
+    length = jnp.where(chunk < p.chunks, ins["table"][known, grid.LENGTH], 0)
+    rows = Axis(ins["table"][known, grid.START] + offset, offset < length)
+    return rows, rows
+
+
+def dot(x, y, precision=None):
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
+
+
+def product_precision(p: Problem, architecture):
+    """How a product of q, k, v, states and updates keeps fp32 accuracy for fp32 inputs.
+
+    By default it would be a single TF32 (or XF32) product. Operands of 16 bits need no choice.
+    """
+    if p.dtype != jnp.float32:
+        return None
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if is_nvidia(architecture) else lax.Precision.HIGHEST
+
+
+def is_nvidia(architecture):
+    return architecture is not None and architecture.startswith("sm")
+
+
+def split_terms(x, dtype, terms):
+    """x (fp32) as a sum of `terms` values of `dtype`, the largest first: one, or two of bf16.
+
+    The first of two is cut off, not rounded: cutting is one instruction where rounding to bf16 may be six, and the
+    second, which is rounded, takes what is left.
+    """
+    if terms == 1:
+        return [x.astype(dtype)]
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    first = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    rest = x - lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return [first, rest.astype(jnp.bfloat16)]
