@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from amdgpu.check import Check
 
@@ -44,6 +45,8 @@ def works(algorithm: str, archs: Sequence[str]) -> list[Work]:
     _known(algorithm)
     if algorithm == "gated_delta":
         return [work for arch in archs for work in _gated_delta_works(arch)]
+    if algorithm == "flash":
+        return [work for arch in archs for work in _flash_works(arch)]
     return []
 
 
@@ -56,6 +59,8 @@ def checks(algorithm: str, archs: Sequence[str]) -> list[Check]:
     _known(algorithm)
     if algorithm == "gated_delta":
         return [check for arch in archs for check in _gated_delta_checks(arch)]
+    if algorithm == "flash":
+        return [check for arch in archs for check in _flash_checks(arch)]
     return []
 
 
@@ -143,3 +148,97 @@ def _gated_delta_check(fn: Callable, arch: str, dtype: str, tokens: int, config)
         return {part: (getattr(errors, part), getattr(bounds, part)) for part in errors._fields}
 
     return Check(name, arch, lambda: fn(**arguments, config=config), compare)
+
+
+# Of attention: few query rows share out their keys ("split"), by two kernels.
+FLASH_KINDS = ("full", "causal", "split")
+
+
+def _flash_rows(arch: str):
+    """(dtype, K, V, row) of the table, at the largest heads that a row is for. fp32 on gfx11 and gfx12 has no row."""
+    from flash import tuning
+
+    for dtype in DTYPES:
+        for row in tuning.ROWS:
+            if (row.architecture, row.itemsize) == (arch, jnp.dtype(dtype).itemsize):
+                yield dtype, row.head_size, min(row.head_size, tuning.LARGEST_VALUE_SIZE), row
+
+
+def _flash_works(arch: str) -> list[Work]:
+    import flash
+
+    B, H, G = 1, 16, 16
+    found = []
+    for dtype, K, V, row in _flash_rows(arch):
+        for kind in FLASH_KINDS:
+            T, S = (16, 8192) if kind == "split" else (4096, 4096)
+            work = Work(
+                name=f"flash_attention {dtype} K={K} {kind}",
+                label=f"B={B} T={T} S={S} H={H} G={G} V={V}",
+                fn=flash.flash_attention,
+                arch=arch,
+                shapes=(),
+                keywords={
+                    "q": jax.ShapeDtypeStruct((B, T, H, K), dtype),
+                    "k": jax.ShapeDtypeStruct((B, S, G, K), dtype),
+                    "v": jax.ShapeDtypeStruct((B, S, G, V), dtype),
+                    "causal": kind == "causal",
+                    "implementation": "pallas",
+                    "config": row.config,
+                },
+                row=str(row.config),
+                reason=row.reason,
+            )
+            found.append(work)
+    return found
+
+
+def _flash_checks(arch: str) -> list[Check]:
+    """Two blocks of queries, masked and mask-free tiles; or few queries whose keys are split three ways."""
+    found = []
+    for dtype, K, V, row in _flash_rows(arch):
+        block_q, block_k = row.config.block_q, row.config.block_k
+        for kind, T, S in (
+            ("causal", block_q + 5, block_q + block_k + 9),
+            ("split", 5, 4 * block_k + 9),
+        ):
+            config = dataclasses.replace(row.config, splits=3 if kind == "split" else 1)
+            found.append(_flash_check(arch, dtype, kind, T, S, K, V, config))
+    return found
+
+
+def _flash_check(arch: str, dtype: str, kind: str, T: int, S: int, K: int, V: int, config) -> Check:
+    """Two heads that share a KV head."""
+    import flash
+    from references import accuracy, cases
+    from references import flash as reference
+
+    name = f"flash_attention {dtype} K={K} {kind} B=1 T={T} S={S} H=2 G=1 V={V}"
+    case = cases.FlashCase(name, "the shipped row, small", 1, T, S, 2, 1, K, V, dtype, causal=kind == "causal")
+    arguments = cases.inputs(case)
+
+    @jax.jit
+    def dense(q, k, v):
+        return reference.dense(q, k, v, causal=case.causal, return_lse=True)
+
+    def compare(outputs):
+        q, k, v = (arguments[name] for name in "qkv")
+        low = None if dtype == "float32" else np.asarray(dense(q, k, v)[0])
+        with jax.enable_x64(True):
+            o64, lse64 = (np.asarray(x) for x in dense(*(np.asarray(x).astype(np.float64) for x in (q, k, v))))
+        bounds = accuracy.attention_bound(o64, low, dtype), accuracy.attention_bound(lse64, None, "float32")
+        parts = zip(("o", "lse"), outputs, (o64, lse64), bounds, strict=True)
+        return {part: _worst(x, truth, bound) for part, x, truth, bound in parts}
+
+    def run():
+        return flash.flash_attention(**arguments, return_lse=True, implementation="pallas", config=config)
+
+    return Check(name, arch, run, compare)
+
+
+def _worst(x: np.ndarray, truth: np.ndarray, bound: np.ndarray) -> tuple[float, float]:
+    """Error and bound of the element that is nearest to its bound, or farthest beyond it; NaN is infinitely far."""
+    error = np.nan_to_num(np.abs(np.asarray(x).astype(np.float64) - truth), nan=np.inf)
+    bound = np.broadcast_to(bound, error.shape)
+    at = np.unravel_index(np.argmax(error / bound), error.shape)
+    return float(error[at]), float(bound[at])

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import jax
 from tqdm import tqdm
 
-from benchmarks import minilm, plot, real_input, static
+from benchmarks import gpt_oss, minilm, orders, plot, real_input, sentences, static
 from benchmarks.peaks import peaks_of
-from benchmarks.results import Result, as_text, environment, write_json
-from benchmarks.run import Settings, fitting, probe_flops, run_case
+from benchmarks.results import Result, as_text, environment, steps_as_text, write_json
+from benchmarks.run import Settings, copy_rate, fitting, probe_flops, run_case
 from references import cases
 
 TABLES = {
@@ -19,6 +19,8 @@ TABLES = {
     "flash": (cases.FLASH_SMALL, cases.FLASH_ODD, cases.FLASH_REAL),
     "gqa": (cases.GQA_SMALL, cases.GQA_ODD, cases.GQA_REAL),
 }
+# What each runs on real text.
+REAL_RUNS = {"gated_delta": real_input, "flash": sentences, "gqa": gpt_oss}
 ROUNDS_ON_GPU, ROUNDS_ON_CPU = 15, 3
 # For the REAL cases of one algorithm, where there is no GPU.
 CPU_SECONDS = 32.0
@@ -32,12 +34,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("algorithm", nargs="?", default="all", choices=(*TABLES, "all"))
     parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases of references/cases")
-    parser.add_argument("--real", action="store_true", help="only the run on real text")
+    parser.add_argument("--real", action="store_true", help="only the runs on real text")
+    parser.add_argument("--full", action="store_true", help="real text through layers of full size without a GPU too")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="the real text (default: LICENSE, README.md)")
+    parser.add_argument(
+        "--orders",
+        action="store_true",
+        help="only what flash's orders of workgroups would cost on AMD chips of several dies (a model, no timing)",
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of timing (15; 3 without a GPU)")
     parser.add_argument("--isa", action="store_true", help="also what the AMD rows compile to (extra isa; no timing)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write pictures of time against T")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write pictures: time against T, or orders")
     parser.add_argument("--trace", type=pathlib.Path, metavar="DIR", help="write XLA profiler traces")
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
@@ -52,6 +60,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--case: no {', '.join(unknown)} in {options.algorithm}; there are {', '.join(sorted(known))}")
     if options.real and options.case:
         parser.error("--real and --case exclude each other")
+    if options.orders and options.algorithm != "flash":
+        parser.error(f"--orders goes with flash, got {options.algorithm}")
+    if options.orders and (options.real or options.text):
+        parser.error("--orders and --real or --text exclude each other")
     if options.isa and "gated_delta" not in _algorithms(options):
         parser.error(f"--isa goes with gated_delta or all, got {options.algorithm}")
     return options
@@ -84,7 +96,10 @@ def plan(
 def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
     """Run what `plan` says, print a table per algorithm."""
     rounds = options.rounds or (ROUNDS_ON_GPU if gpu else ROUNDS_ON_CPU)
-    settings = Settings(gpu=gpu, rounds=rounds, trace=options.trace)
+    copied = copy_rate(rounds) if gpu and "gqa" in _algorithms(options) else None
+    if copied is not None:
+        print(f"a copy moves {copied / 1e9:.0f} GB/s here")
+    settings = Settings(gpu=gpu, rounds=rounds, trace=options.trace, copy_rate=copied)
     results: list[Result] = []
     for algorithm in _algorithms(options):
         todo, left_out = plan(options, algorithm, gpu, rounds)
@@ -95,7 +110,7 @@ def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
                 # Interpret mode takes hours for a REAL case and says nothing about speed.
                 only = None if gpu else ("reference",) if timed else ("kernel",)
                 found += run_case(case, settings, timed=timed, only=only, on_step=bar.set_postfix_str)
-        for text in (as_text(found), left_out):
+        for text in (as_text(found), steps_as_text(found), left_out):
             if text:
                 print(f"\n{text}", flush=True)
         results += found
@@ -114,24 +129,45 @@ def run_static() -> list[static.Evidence] | None:
     return found
 
 
-def run_real(options: argparse.Namespace, gpu: bool) -> dict | None:
-    """The run on real text, printed. None where the encoder is not installed, after saying how to get it."""
+def run_real(options: argparse.Namespace, gpu: bool) -> dict[str, dict]:
+    """The runs on real text by algorithm, printed; none without the encoder, after saying how to get it."""
     files = [options.text] if options.text else [path for path in real_input.DEFAULT_TEXTS if path.is_file()]
     print(f"\nreal input: {', '.join(path.name for path in files)}")
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+    found = {}
     try:
-        with tqdm(desc="real input", disable=None, leave=False) as bar:
-            texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
-            found = real_input.run(texts, gpu=gpu, on_step=bar.set_postfix_str)
+        for name in _algorithms(options):
+            with tqdm(desc=f"real input, {name}", disable=None, leave=False) as bar:
+                found[name] = REAL_RUNS[name].run(texts, gpu=gpu, full=options.full, on_step=bar.set_postfix_str)
+            print(f"{name}\n{REAL_RUNS[name].as_text(found[name])}", flush=True)
     except minilm.PackageMissing as missing:
         print(f"skipped: {missing}")
-        return None
-    print(real_input.as_text(found), flush=True)
+    return found
+
+
+def run_orders(options: argparse.Namespace) -> list[orders.OrderCost]:
+    """What the orders of workgroups would cost, printed, with pictures where they are asked for."""
+    every = [case for table in TABLES["flash"] for case in table]
+    chosen = [case for case in every if case.name in options.case] if options.case else cases.FLASH_REAL
+    with tqdm(desc="orders", disable=None, leave=False) as bar:
+        found, left_out = orders.run(chosen, on_step=bar.set_postfix_str)
+    for text in (orders.as_text(found), left_out):
+        if text:
+            print(f"\n{text}", flush=True)
+    for path in orders.write_plots(options.plot, chosen) if options.plot else ():
+        print(f"wrote {path}")
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 where a check failed or what was asked for could not run."""
     options = parse(arguments)
+    if options.orders:
+        costs = run_orders(options)
+        if options.json:
+            write_json(options.json, [], None, [], costs)
+            print(f"wrote {options.json}")
+        return 0
     gpu = jax.default_backend() in ("gpu", "cuda", "rocm")
     device = environment()
     print(f"device: {device['device_kind']}; jax {device['versions']['jax']}")
@@ -143,22 +179,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [] if options.real else run_cases(options, gpu)
     evidence = run_static() if options.isa else []
     # The main job ends on real text; a choice of cases does not.
-    with_text = options.real or options.text or (options.algorithm in ("all", "gated_delta") and not options.case)
-    found = run_real(options, gpu) if with_text else None
+    with_text = options.real or options.text or not options.case
+    found = run_real(options, gpu) if with_text else {}
 
     if options.plot:
         for path in plot.write_plots(options.plot, results):
             print(f"wrote {path}")
     if options.json:
-        write_json(options.json, results, found, evidence or [])
+        write_json(options.json, results, found or None, evidence or [])
         print(f"wrote {options.json}")
     red = [result for result in results if result.status == "red"]
     for result in red:
         print(f"CHECK FAILED: {result.algorithm} {result.case}, {result.arm}")
-    real_failed = (options.real and found is None) or (found is not None and not found["green"])
-    if found is not None and not found["green"]:
-        print("CHECK FAILED: real input")
-    return 1 if red or real_failed or evidence is None else 0
+    wrong = [name for name, one in found.items() if not one["green"]]
+    for name in wrong:
+        print(f"CHECK FAILED: {name}, real input")
+    return 1 if red or wrong or (options.real and not found) or evidence is None else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import references.gqa
 from references import accuracy
 from references.cases import Case, FlashCase, GatedDeltaCase, GqaCase
 
-# Rows of a block, and the length beyond which blocks are looked at instead of all rows.
+# Rows of a block, and the length beyond which blocks are looked at instead of all rows: its square in logits a head.
 BLOCK = 256
 WHOLE_TO = 1024
 
@@ -117,7 +117,7 @@ def _blocks(
     """
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
     T, S, r = case.T, case.S, case.H // case.G
-    if T * S <= WHOLE_TO**2 or not arrays.keys() <= {"q", "k", "v", "sinks"}:
+    if case.B * T * S <= WHOLE_TO**2 or not arrays.keys() <= {"q", "k", "v", "sinks"}:
         yield arrays, slice(None), slice(None)
         return
     for t0 in sorted({0, max(0, (T - BLOCK) // 2), max(0, T - BLOCK)}):

@@ -95,6 +95,7 @@ def run(
     texts: Sequence[str],
     *,
     gpu: bool,
+    full: bool = False,
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
     on_step: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def run(
 
     Args:
       texts: encoded one by one, joined along T; at least one token together.
-      gpu: whether the layer has Qwen3-Next's full size and the kernels run as they are.
+      gpu: whether the kernels run as they are, in a layer of Qwen3-Next's full size.
+      full: whether the layer has that size without a GPU too.
 
     Returns:
       cosines: pair -> (found, published). tokens, neighbour_cosine: of the text's keys.
@@ -113,7 +115,7 @@ def run(
       minilm.PackageMissing: the encoder's weights are not installed.
     """
     on_step("encoder")
-    geometry = FULL if gpu else SCALED_DOWN
+    geometry = FULL if gpu or full else SCALED_DOWN
     # A GPU would multiply fp32 in TF32, and the published cosines are exact to 5e-5.
     with jax.default_matmul_precision("highest"):
         weights = minilm.load_weights()

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 
+from benchmarks.orders import OrderCost
 from benchmarks.static import Evidence
 from benchmarks.table import duration, number, table
 
 # What became of an arm. "red" differs from the reference by more than the bound and has no time; "absent"
 # cannot run here (the note says why).
 STATUSES = ("timed", "checked", "red", "absent")
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass
@@ -34,6 +35,8 @@ class Result:
       seconds: time of one call, a sample per round. calls: calls in a sample.
       median: of `seconds`. tflops: TFLOP/s. gbytes: GB/s. share: of the roofline. ratio: times faster than
         the reference arm. wins: rounds won. scratch: bytes of temporary memory of the compiled program.
+      device: of a decode step of attention: seconds that the GPU computes for one call. of_copy: the share of a large
+        copy's bytes per second that it moves in that time.
     """
 
     algorithm: str
@@ -53,6 +56,8 @@ class Result:
     ratio: float | None = None
     wins: int | None = None
     scratch: int | None = None
+    device: float | None = None
+    of_copy: float | None = None
 
     def __post_init__(self):
         if self.status not in STATUSES:
@@ -103,6 +108,24 @@ def as_text(results: Sequence[Result]) -> str:
     return "\n".join([*([table(HEADER, rows)] if rows else []), *lines])
 
 
+STEP_HEADER = ("decode step", "arm", "keys", "time on the device", "GB/s", "of a copy", "ns a key")
+
+
+def steps_as_text(results: Sequence[Result]) -> str:
+    """What the device does in the decode steps among the results, by case; empty where it was not measured."""
+    rows = []
+    for result in results:
+        if result.device is None or result.gbytes is None or result.median is None:
+            continue
+        gbytes = result.gbytes * result.median / result.device
+        share = "-" if result.of_copy is None else f"{100 * result.of_copy:.1f} %"
+        keys = result.shape["B"] * result.shape["S"]
+        per_key = number(result.device / keys * 1e9)
+        figures = [str(keys), duration(result.device), number(gbytes), share, per_key]
+        rows.append([result.case, result.arm, *figures])
+    return table(STEP_HEADER, rows) if rows else ""
+
+
 def environment() -> dict[str, Any]:
     """The device and the versions that the numbers belong to."""
     device = jax.devices()[0]
@@ -117,12 +140,16 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(
-    path: pathlib.Path, results: Sequence[Result], real: dict[str, Any] | None, static: Sequence[Evidence]
+    path: pathlib.Path,
+    results: Sequence[Result],
+    real: dict[str, Any] | None,
+    static: Sequence[Evidence],
+    orders: Sequence[OrderCost] = (),
 ) -> None:
     """Everything that was measured, each sample included.
 
-    {"schema": 1, "environment": {...}, "results": [fields of Result, ...], "real_input": {...} or null,
-     "static": [fields of Evidence, ...]}
+    {"schema": 2, "environment": {...}, "results": [fields of Result, ...], "real_input": {algorithm: {...}} or null,
+     "static": [fields of Evidence, ...], "orders": [fields of OrderCost, ...]}
 
     JSON has no inf and no NaN: null stands for them (the error of an output that is not finite).
     """
@@ -132,6 +159,7 @@ def write_json(
         "results": [_finite(dataclasses.asdict(result)) for result in results],
         "real_input": _finite(real),
         "static": [dataclasses.asdict(evidence) for evidence in static],
+        "orders": [dataclasses.asdict(cost) for cost in orders],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

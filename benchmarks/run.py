@@ -15,7 +15,7 @@ from benchmarks.candidates import Candidate, candidates, is_decode
 from benchmarks.check import AttentionTruth, GatedDeltaTruth, is_green, truth_of
 from benchmarks.peaks import peaks_of, roofline_share
 from benchmarks.results import Result
-from benchmarks.trace import write_trace
+from benchmarks.trace import device_seconds, write_trace
 from gated_delta import prefill_scratch_bytes
 from gated_delta.tuning import default_config
 from references.cases import Case, FlashCase, GatedDeltaCase, GqaCase, bytes_moved, flops, inputs
@@ -26,11 +26,15 @@ TIMING_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How cases are run: on a GPU or without, rounds of timing, a folder for traces or None."""
+    """How cases are run: on a GPU or without, rounds of timing, a folder for traces or None.
+
+    copy_rate: bytes that a large copy reads and writes in a second; None where it was not measured.
+    """
 
     gpu: bool
     rounds: int
     trace: pathlib.Path | None = None
+    copy_rate: float | None = None
 
 
 def algorithm_of(case: Case) -> str:
@@ -113,6 +117,13 @@ def run_case(
         for result in results:
             if result.arm in measured.seconds:
                 _fill(case, result, measured)
+        if settings.gpu and isinstance(case, GqaCase) and case.T == 1:
+            for arm in arms:
+                on_step(f"{case.name}: profile {arm.name}")
+                (result,) = (result for result in results if result.arm == arm.name)
+                result.device = device_seconds(arm)
+                if result.device is not None and settings.copy_rate is not None:
+                    result.of_copy = bytes_moved(case) / result.device / settings.copy_rate
         if settings.trace is not None:
             on_step(f"{case.name}: trace")
             names = write_trace(settings.trace / algorithm_of(case) / case.name, arms)
@@ -203,6 +214,13 @@ def _scratch_note(case: Case, candidate: Candidate) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def copy_rate(rounds: int, elements: int = 2**29) -> float:
+    """Bytes per second that a GPU reads and writes where it changes the signs of bf16 numbers, by default of a GiB."""
+    x = jnp.ones(elements, jnp.bfloat16)
+    arm = timing.Arm("copy", jax.jit(jnp.negative), [[x]])
+    return 2 * x.nbytes / timing.time_arms([arm], rounds=rounds).median("copy")
 
 
 def probe_flops() -> float:

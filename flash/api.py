@@ -164,7 +164,7 @@ def dot_product_attention(
     """
     _check_implementation(implementation, ("pallas", "reference", "xla", "cudnn"))
     if implementation in ("xla", "cudnn"):
-        options: dict[str, Any] = dict(
+        others: dict[str, Any] = dict(
             scale=scale,
             is_causal=is_causal,
             query_seq_lengths=query_seq_lengths,
@@ -173,7 +173,7 @@ def dot_product_attention(
             implementation=implementation,
             return_residual=return_residual,
         )
-        return jax.nn.dot_product_attention(query, key, value, bias, mask, **options)
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, **others)
     arrays = dict(
         query=query,
         key=key,
@@ -225,8 +225,8 @@ def _flash_attention(arrays: dict, options: _Options, implementation: str | None
         operands["logit_factor"] = math.prod(factors) if factors else None
         operands["value_factor"] = v_scale
         positions = _Positions(right=0 if options.causal else None, bottom_right=options.causal)
-        o, lse = _pallas(operands, positions, options.scale, options.softcap, options.return_lse, config, platform)
-        return (o, lse) if options.return_lse else o
+        results = _pallas(operands, positions, options.scale, options.softcap, options.return_lse, config, platform)
+        return (results["o"], results["lse"]) if options.return_lse else results["o"]
 
     return _run(arrays, arrays["q"], arrays["k"], arrays["v"], None, refer, launch, implementation)
 
@@ -253,9 +253,9 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
         )
         scale = options.scale if arrays["scale"] is None else 1.0
         positions = _window(options, q.shape[1], k.shape[1])
-        o, lse = _pallas(operands, positions, scale, None, options.return_residual, None, platform)
-        o = o.reshape(*query.shape[:-1], value.shape[-1])
-        return (o, lse.reshape(query.shape[:-1])) if options.return_residual else o
+        results = _pallas(operands, positions, scale, None, options.return_residual, None, platform)
+        o = results["o"].reshape(*query.shape[:-1], value.shape[-1])
+        return (o, results["lse"].reshape(query.shape[:-1])) if options.return_residual else o
 
     return _run(arrays, query, arrays["key"], value, arrays["mask"], refer, launch, implementation)
 
@@ -324,8 +324,8 @@ def _pallas(
     returns_lse: bool,
     config: Config | None,
     platform: str | None,
-) -> tuple[Array, Array | None]:
-    """The kernels on "rocm", on "cuda", or (None) in interpret mode."""
+) -> dict[str, Array]:
+    """o, and lse where `returns_lse`, by the kernels on "rocm", on "cuda", or (None) in interpret mode."""
     operands = {name: x for name, x in operands.items() if x is not None}
     (B, T, H, K), (S, G, V) = operands["q"].shape, operands["v"].shape[1:]
     architecture = current_arch()
@@ -338,19 +338,8 @@ def _pallas(
     config = config or default_config(architecture, dtype, K, V)
     grid.check_order(config.order, H, xcds(architecture))
     problem = grid.Problem(
-        batch=B,
-        queries=T,
-        keys=S,
-        heads=H,
-        groups=G,
-        key_size=K,
-        value_size=V,
-        dtype=dtype,
-        config=config,
-        xcds=xcds(architecture),
-        left=positions.left,
-        right=positions.right,
-        bottom_right=positions.bottom_right,
+        *(B, T, S, H, G, K, V, dtype, config, xcds(architecture)),
+        **positions._asdict(),
         softcap=softcap,
         bias=operands["bias"].shape if "bias" in operands else None,
         mask=operands["mask"].shape if "mask" in operands else None,
@@ -364,8 +353,7 @@ def _pallas(
     scale = K**-0.5 if scale is None else float(scale)
     # Kernels count in int32 whatever the caller's default.
     with jax.enable_x64(False):
-        results = kernel.attention(problem, operands, scale=scale, target=target)
-    return results["o"], results.get("lse")
+        return kernel.attention(problem, operands, scale=scale, target=target)
 
 
 def _refuse(name: str, got, allowed: str):

@@ -140,8 +140,8 @@ class Problem:
 
     @property
     def num_warps(self) -> int:
-        """A warp multiplies at least 16 rows."""
-        return min(self.config.num_warps, self.block_q // 16)
+        """A warp multiplies at least 16 rows; up to four share them: one alone would hold too many keys and values."""
+        return min(self.config.num_warps, max(4, self.block_q // 16))
 
     @property
     def blocks(self) -> int:
@@ -150,7 +150,7 @@ class Problem:
 
     @property
     def splits(self) -> int:
-        return self.config.splits
+        return self.config.splits or 1
 
     @property
     def hides_keys(self) -> bool:
@@ -178,8 +178,8 @@ def tile_size(size: int) -> int:
     return max(16, pl.next_power_of_2(size))
 
 
-def parts(size: int) -> list[tuple[int, int]]:
-    """(start, tile) of the tiles that cover `size` elements of a head, each a power of two from 16 to 256.
+def parts(size: int, most: int) -> list[tuple[int, int]]:
+    """(start, tile) of the tiles that cover `size` elements of a head, each a power of two from 16 to `most`.
 
     Where two tiles waste less than one, two: 192 is 128 + 64, and 160 is 128 + 32; but 112 is 128.
     """
@@ -189,7 +189,7 @@ def parts(size: int) -> list[tuple[int, int]]:
         tile = whole = tile_size(rest)
         if whole > 16 and whole // 2 + tile_size(rest - whole // 2) < whole:
             tile = whole // 2
-        tile = min(tile, 256)
+        tile = min(tile, most)
         found.append((start, tile))
         start += tile
     return found

@@ -43,10 +43,10 @@ class Axis(NamedTuple):
     mask: jax.Array | None
 
 
-def feature_axes(size) -> list[Axis]:
+def feature_axes(size, most) -> list[Axis]:
     """The `size` elements of a head, in parts."""
     found = []
-    for start, tile in grid.parts(size):
+    for start, tile in grid.parts(size, most):
         index = start + lax.iota(jnp.int32, tile)
         found.append(Axis(index, index < size if start + tile > size else None))
     return found
@@ -74,8 +74,8 @@ def load_pairs(ref, rows: Axis, columns: Axis):
     return plgpu.load(ref.at[i[:, None], j[None, :]])
 
 
-def store_tile(ref, rows: Axis, columns: Axis, value):
-    plgpu.store(ref.at[rows.index[:, None], columns.index[None, :]], value, mask=tile_mask(rows, columns))
+def store_tile(ref, rows: Axis, columns: Axis, value, at=()):
+    plgpu.store(ref.at[*at, rows.index[:, None], columns.index[None, :]], value, mask=tile_mask(rows, columns))
 
 
 def dot(x, y, precision=None):
@@ -156,7 +156,7 @@ def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
     # c s - c m is one fused multiply-add, in which c m is rounded and c s is not: one factor for the whole row, which
     # cancels. Where c m is huge that factor overflows, and a power of two for c makes both products exact. Logits that
     # differ at all then differ by 16 / c or more, so what weighs anything still weighs the same.
-    c_row = jnp.where(jnp.abs(c * m_new) < LARGE_EXPONENT, c, power_of_two_from(c))
+    c_row = jnp.where(jnp.abs(m_new) < LARGE_EXPONENT / c, c, power_of_two_from(c))
     p = exp2(c_row[:, None] * s - (c_row * m_new)[:, None], target)
     rounded = round_weights(p, v[0].dtype, target)
     return Softmax(
@@ -175,9 +175,9 @@ def finish(state: Softmax, c):
     return [(1.0 / l)[:, None] * x for x in o], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
 
 
-def product_precision(p: Problem, target):
+def product_precision(dtype, target):
     """How a product keeps fp32 accuracy for fp32 inputs; by default it would be a single TF32 (or XF32) product."""
-    if p.dtype != jnp.float32:
+    if dtype != jnp.float32:
         return None
     return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if target == "cuda" else lax.Precision.HIGHEST
 
@@ -227,8 +227,8 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if "query_lengths" in ins else p.queries
     first, end = grid.keys_of_block(p, block, length, rows_end)
     rows, stored_rows = query_axes(p, block, rows_end)
-    features, values = feature_axes(p.key_size), feature_axes(p.value_size)
-    precision = product_precision(p, target)
+    features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
+    precision = product_precision(p.dtype, target)
     factor, c = logit_units(p, ins, scale)
 
     q = [load_tile(ins["q"], rows, part).astype(p.product_dtype) for part in features]
@@ -284,7 +284,7 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
     """One query block of one head: m, l and o of all splits to results. A split without keys has l = 0 and o = 0."""
     _, _, block = grid.merge_program(pl.program_id(0), p)
     rows, stored_rows = query_axes(p, block, p.queries)
-    values = feature_axes(p.value_size)
+    values = feature_axes(p.value_size, p.config.head_tile)
     _, c = logit_units(p, ins, scale)
 
     def step(i, state):
@@ -308,7 +308,7 @@ def store_results(p: Problem, ins, outs, rows: Axis, values: list[Axis], state: 
         plgpu.store(outs["lse"].at[rows.index], lse, mask=rows.mask)
 
 
-def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
+def call(body, name, plan: grid.Plan, operands: dict, *, num_warps, num_stages, interpret):
     """`pl.pallas_call` with operands and results by name."""
     varies = jax.typeof(operands["q"]).manual_axis_type
     return pl.pallas_call(
@@ -319,7 +319,7 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
         out_shape={
             n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
         },
-        compiler_params=plgpu.CompilerParams(num_warps=p.num_warps, num_stages=p.config.num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )({n: operands[n] for n in plan.in_specs})
@@ -347,9 +347,9 @@ def attention(p: Problem, operands: dict, *, scale, target):
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
     operands = {name: vary(x, axes) for name, x in operands.items()}
     body, merge = (functools.partial(f, p=p, scale=scale, target=target) for f in (forward_body, merge_body))
-    interpret = target is None
     order = p.config.order
+    launch = functools.partial(call, num_warps=p.num_warps, num_stages=p.config.num_stages, interpret=target is None)
     if p.splits == 1:
-        return call(body, f"flash_forward_{order}", p, grid.plan_forward(p), operands, interpret)
-    parts = call(body, f"flash_split_forward_{order}", p, grid.plan_split_forward(p), operands, interpret)
-    return call(merge, "flash_merge", p, grid.plan_merge(p), operands | parts, interpret)
+        return launch(body, f"flash_forward_{order}", grid.plan_forward(p), operands)
+    parts = launch(body, f"flash_split_forward_{order}", grid.plan_split_forward(p), operands)
+    return launch(merge, "flash_merge", grid.plan_merge(p), operands | parts)

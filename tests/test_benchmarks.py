@@ -322,6 +322,10 @@ def test_as_on_a_gpu_all_arms_are_timed_side_by_side(monkeypatch):
         (["--text", "no/such/file"], "--text: no file no/such/file"),
         (["--real", "--case", "one_head"], "--real and --case exclude each other"),
         (["flash", "--isa"], "--isa goes with gated_delta or all, got flash"),
+        (["gqa", "--orders"], "--orders goes with flash, got gqa"),
+        (["--orders"], "--orders goes with flash, got all"),
+        (["flash", "--orders", "--real"], "--orders and --real or --text exclude each other"),
+        (["gqa", "--real", "--case", "prompt"], "--real and --case exclude each other"),
     ],
 )
 def test_bad_command_lines(arguments, message, capsys):
@@ -376,7 +380,7 @@ def test_without_a_gpu_kernels_are_checked_and_real_cases_timed(tmp_path, capsys
     assert "no GPU: kernels are checked in interpret mode" in printed
 
     document = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert set(document) == {"schema", "environment", "results", "real_input", "static"}
+    assert set(document) == {"schema", "environment", "results", "real_input", "static", "orders"}
     assert document["static"] == []
     assert document["environment"]["platform"] == "cpu" and document["real_input"] is None
     assert set(document["environment"]["versions"]) == {"jax", "jaxlib", "numpy"}

