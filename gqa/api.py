@@ -1,16 +1,21 @@
 """The public functions of grouped-query attention: arguments checked, defaults filled in, platform chosen."""
 
+import dataclasses
 import functools
 import numbers
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from amdgpu.arch import current_arch, xcds
+from gqa import decode, grid, kernel
+from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
 from references import gqa as reference
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -31,7 +36,7 @@ def grouped_query_attention(
     causal: bool = True,
     return_lse: bool = False,
     implementation: str | None = None,
-    config: None = None,
+    config: Config | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attention of T new tokens over a cache of S keys that holds theirs already (prompt, chunk of one,
     decode).
@@ -44,8 +49,10 @@ def grouped_query_attention(
         out = sum exp(l_j - m) v_j / den;   lse = m + log(den)
 
     Logits, maximum, sum and accumulator are fp32. Cache rows that no query row may see are never used, not
-    even where they are NaN. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives
-    recompute from the inputs. `past` and `lengths` are operands: new values compile nothing anew.
+    even where they are NaN; a cache row that some query rows see must be finite. Few query rows and many keys go to a
+    kernel that shares the keys out in blocks of 2048, other shapes to one that shares the query rows out. Composes
+    with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs. `past`
+    and `lengths` are operands: new values compile nothing anew.
 
     Args:
       q: `[B, T, H, K]` in bf16, fp16, fp32 (float64: on the reference only).
@@ -63,8 +70,9 @@ def grouped_query_attention(
       scale: factor of the logits, static; `K**-0.5` by default.
       causal: whether a row sees only keys up to its own position.
       return_lse: whether to return the natural logarithm of the denominator too.
-      implementation: None (the best for the platform), "pallas" or "reference".
-      config: None, until there is a kernel to cut.
+      implementation: None or "reference": the blocked reference; "pallas": the kernels, which have not run on a GPU
+        yet (on a CPU in interpret mode, slow).
+      config: how the kernels are cut; by default from the table in `gqa.tuning`.
 
     Returns:
       o `[B, T, H, V]` in q's dtype, or (o, lse) with lse `[B, T, H]` in fp32. Rows from `lengths[b]` on give
@@ -75,22 +83,14 @@ def grouped_query_attention(
     Raises:
       ValueError: an argument of the wrong shape, dtype or value; the message names it. Values of past and
         lengths are checked where they are known at trace time.
-      NotImplementedError: `implementation="pallas"`, or a config.
+      NotImplementedError: `implementation="pallas"`, and K or V > 256, or float64.
 
     Source: Ainslie et al., "GQA", https://arxiv.org/abs/2305.13245; sinks as in
     https://github.com/openai/gpt-oss.
     """
     arrays = dict(q=q, k=k, v=v, past=past, lengths=lengths, sinks=sinks, bias=bias)
-    options = _Options(window, softcap, scale, bool(causal), bool(return_lse))
-    if implementation not in (None, "pallas", "reference"):
-        _refuse("implementation", repr(implementation), "None, 'pallas' or 'reference'")
-    if implementation == "pallas":
-        raise NotImplementedError("no Pallas kernel exists yet for grouped_query_attention: use None or 'reference'")
-    if config is not None:
-        raise NotImplementedError(
-            f"no Pallas kernel exists yet for grouped_query_attention that config = {config!r} could cut"
-        )
-    return _grouped_query_attention(_check(arrays, options), options)
+    options = Options(window, softcap, scale, bool(causal), bool(return_lse))
+    return attend(arrays, options, implementation, config)
 
 
 def append_kv(
@@ -143,8 +143,8 @@ def append_kv(
     return _append_kv(cache_k, cache_v, k_new, v_new, past, lengths)
 
 
-class _Options(NamedTuple):
-    """The static arguments of grouped_query_attention."""
+class Options(NamedTuple):
+    """The static arguments of grouped_query_attention that say what is computed."""
 
     window: int | None
     softcap: float | None
@@ -153,26 +153,135 @@ class _Options(NamedTuple):
     return_lse: bool
 
 
-# No kernel exists yet, so every platform runs the reference. The kernels join here, with
-# lax.platform_dependent under a custom_jvp whose derivative is the one that stands here.
-@functools.partial(jax.jit, static_argnums=1)
-def _grouped_query_attention(arrays: dict, options: _Options):
+def attend(
+    arrays: dict, options: Options, implementation: str | None, config: Config | None, heads_first: bool = False
+):
+    """`grouped_query_attention` of its arrays by name, None for those not given.
+
+    With `heads_first` k and v are `[B, G, S, size]`.
+    """
+    if implementation not in (None, "pallas", "reference"):
+        _refuse("implementation", repr(implementation), "None, 'pallas' or 'reference'")
+    if config is not None and not isinstance(config, Config):
+        _refuse("config", repr(config), "a gqa.Config or None")
+    return _attend(_check(arrays, options, heads_first), options, implementation, config, heads_first)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _attend(arrays: dict, options: Options, implementation: str | None, config: Config | None, heads_first: bool):
+
+    def refer(arrays):
+        if heads_first:
+            # A view: the reference puts heads first itself.
+            arrays = arrays | {name: jnp.swapaxes(arrays[name], 1, 2) for name in "kv"}
+        return reference.grouped_query_attention(**arrays, **options._asdict())
+
+    def launch(arrays, platform):
+        results = _pallas(arrays, options, config, heads_first, platform)
+        return (results["o"], results["lse"]) if options.return_lse else results["o"]
+
+    return _run(arrays, refer, launch, implementation)
+
+
+def _run(arrays: dict, refer: Callable, launch: Callable, implementation: str | None):
+    """`launch` where it is asked for, else `refer`; both take `arrays`, and `launch` the platform.
+
+    The kernels have not run on a GPU yet, so `implementation=None` does not choose them.
+    """
     # Of the forward pass nothing is kept but its inputs.
-    return jax.checkpoint(lambda arrays: reference.grouped_query_attention(**arrays, **options._asdict()))(arrays)
+    refer = jax.checkpoint(refer)
+    q, k, v = (arrays[name] for name in "qkv")
+    obstacle = _obstacle(q, v)
+    if implementation == "pallas" and obstacle:
+        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
+    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
+    if implementation != "pallas" or 0 in (q.size, k.size):
+        return refer(arrays)
+
+    @jax.custom_jvp
+    def differentiable(arrays):
+        branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
+        return lax.platform_dependent(arrays, **branches, cpu=functools.partial(launch, platform=None))
+
+    @differentiable.defjvp
+    def derivative(primals, tangents):
+        return differentiable(*primals), jax.jvp(refer, primals, tangents)[1]
+
+    return differentiable(arrays)
+
+
+def _obstacle(q, v) -> str | None:
+    """What the Pallas kernels would need to be otherwise, if anything."""
+    for name, x in (("K", q), ("V", v)):
+        if x.shape[-1] > LARGEST_SIZE:
+            return f"head sizes {name} up to {LARGEST_SIZE}, got {name} = {x.shape[-1]}"
+    if q.dtype == jnp.float64:
+        return "bfloat16, float16 and float32, got float64"
+    return None
+
+
+def _pallas(
+    arrays: dict, options: Options, config: Config | None, heads_first: bool, platform: str | None
+) -> dict[str, Array]:
+    """o, and lse where it is asked for, by the kernels on "rocm", on "cuda", or (None) in interpret mode."""
+    operands = {name: x for name, x in arrays.items() if x is not None}
+    B, T, H, K = operands["q"].shape
+    (S, G), V = _keys_and_heads(operands["k"], heads_first), operands["v"].shape[-1]
+    if "past" in operands:
+        operands["past"] = operands["past"].reshape(-1)
+    for name, rank in (("sinks", 1), ("bias", 4)):
+        if name in operands:
+            x = operands[name]
+            x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+            operands[name] = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
+    architecture = current_arch()
+    dtype = operands["q"].dtype
+    reach = S if options.window is None else min(S, options.window + T - 1)
+    packed = uses_rows_kernel(T * (H // G), reach)
+    which = "rows" if packed else "prefill" if options.window is None else "prefill_window"
+    if config is None:
+        config = default_config(architecture, dtype.itemsize, K, V, which)
+        workgroups = B * G * -(-T * (H // G) // config.block_q)
+        config = dataclasses.replace(config, block_keys=default_block_keys(architecture, workgroups, reach))
+    problem = grid.Problem(
+        *(B, T, S, H, G, K, V, dtype),
+        config=config,
+        xcds=xcds(architecture),
+        packed=packed,
+        window=options.window,
+        causal=options.causal,
+        softcap=options.softcap,
+        bias=operands["bias"].shape if "bias" in operands else None,
+        given=frozenset(operands) - {"q", "k", "v", "bias"},
+        one_past="past" in operands and operands["past"].size == 1,
+        heads_first=heads_first,
+        returns_lse=options.return_lse,
+    )
+    target = architecture if platform == "rocm" and architecture.startswith("gfx") else platform
+    scale = K**-0.5 if options.scale is None else float(options.scale)
+    launch = decode.rows if packed else kernel.prefill
+    # Kernels count in int32 whatever the caller's default.
+    with jax.enable_x64(False):
+        return launch(problem, operands, scale=scale, target=target)
 
 
 _append_kv = jax.jit(reference.append_kv)
+
+
+def _keys_and_heads(cache, heads_first: bool):
+    """(S, G)."""
+    return cache.shape[2:0:-1] if heads_first else cache.shape[1:3]
 
 
 def _refuse(name: str, got, allowed: str):
     raise ValueError(f"{name} must be {allowed}, got {got}")
 
 
-def _check(arrays: dict, options: _Options) -> dict:
+def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
     """Returns the arrays as jax arrays; raises ValueError naming the argument."""
     known = arrays["past"], arrays["lengths"]
     arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
-    q, k, v, past, lengths, sinks, bias = arrays.values()
+    q, k, v, past, lengths, sinks, bias = (arrays[name] for name in ("q", "k", "v", "past", "lengths", "sinks", "bias"))
     for name, x, axes in (("q", q, "[B, T, H, K]"), ("k", k, "[B, S, G, K]"), ("v", v, "[B, S, G, V]")):
         if x.ndim != 4:
             _refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
@@ -184,7 +293,7 @@ def _check(arrays: dict, options: _Options) -> dict:
         _refuse("k", k.dtype.name, f"of q's dtype {q.dtype.name}, or 16-bit where q is float32")
     if v.dtype != k.dtype:
         _refuse("v", v.dtype.name, f"of k's dtype {k.dtype.name}")
-    (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
+    (B, T, H, K), (S, G) = q.shape, _keys_and_heads(k, heads_first)
     if k.shape[0] != B or k.shape[3] != K:
         _refuse("k", f"shape {k.shape}", f"[B, S, G, K] with q's B = {B} and K = {K}")
     if v.shape[:3] != k.shape[:3]:

@@ -10,7 +10,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from gqa.api import grouped_query_attention
+from gqa.api import Options, attend
+from gqa.tuning import Config
 from references.gqa import append
 
 
@@ -40,7 +41,7 @@ def group_query_attention(
     qk_output: int = 0,
     num_outputs: int = 3,
     implementation: str | None = None,
-    config: None = None,
+    config: Config | None = None,
 ) -> tuple[Array, Array, Array]:
     """Rotates q and k, appends k and v to the cache, attends over it: one node of an ONNX graph.
 
@@ -134,7 +135,7 @@ def group_query_attention(
             _refuse("head_sink", f"shape {sinks.shape}", f"[H] = {(num_heads,)}")
     else:
         sinks = jnp.zeros(num_heads, jnp.float32) if smooth_softmax == 1 else None
-    options = _Options(
+    options = _NodeOptions(
         present_length=present_length,
         window=int(local_window_size),
         softcap=float(softcap) or None,
@@ -157,7 +158,7 @@ def group_query_attention(
     return _run(arrays, options)
 
 
-class _Options(NamedTuple):
+class _NodeOptions(NamedTuple):
     """The static arguments."""
 
     present_length: int
@@ -166,11 +167,11 @@ class _Options(NamedTuple):
     scale: float | None
     interleaved: bool
     implementation: str | None
-    config: None
+    config: Config | None
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _run(arrays: dict, options: _Options):
+def _run(arrays: dict, options: _NodeOptions):
     q, k, v = arrays["qkv"]
     B, T, H, _ = q.shape
     valid = arrays["last"] + 1
@@ -205,21 +206,19 @@ def _run(arrays: dict, options: _Options):
     if bias is not None:
         # Columns beyond the bias are keys beyond every row's length.
         bias = jnp.pad(bias, ((0, 0),) * 3 + ((0, options.present_length - bias.shape[-1]),))
-    # A view for the reference, which puts heads first itself.
-    k, v = (jnp.swapaxes(cache, 1, 2) for cache in present)
-    o = grouped_query_attention(
-        q,
-        k,
-        v,
-        past=past,
-        lengths=lengths,
-        window=None if options.window == -1 else options.window,
-        sinks=arrays["sinks"],
-        bias=bias,
-        softcap=options.softcap,
-        scale=options.scale,
-        implementation=options.implementation,
-        config=options.config,
+    o = attend(
+        dict(q=q, k=present[0], v=present[1], past=past, lengths=lengths, sinks=arrays["sinks"], bias=bias),
+        Options(
+            window=None if options.window == -1 else options.window,
+            softcap=options.softcap,
+            scale=options.scale,
+            causal=True,
+            return_lse=False,
+        ),
+        options.implementation,
+        options.config,
+        # The cache as it is: no transposed copy.
+        heads_first=True,
     )
     return cast(Array, o).reshape(B, T, H * V), *present
 

@@ -1,7 +1,4 @@
-"""append_kv, grouped_query_attention over caches and under transformations, and what they refuse.
-
-A kernel joins these tests by its name in IMPLEMENTATIONS.
-"""
+"""append_kv, grouped_query_attention over caches and under transformations, and what they refuse."""
 
 import subprocess
 import sys
@@ -17,7 +14,7 @@ from attention_truth import assert_close, fp32_bound, gqa_rows, qkv, random
 import gqa
 from references import gqa as reference
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "pallas")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -25,10 +22,16 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 @each_implementation
-@pytest.mark.parametrize("window", [None, 1, 5])
-def test_chunked_prefill_equals_one_shot(window, implementation):
-    """executorch 21857, mlx 3452: wherever it is split, into chunks that may exceed the window; then token by token."""
-    B, T, S, chunk = 2, 24, 30, 8
+@pytest.mark.parametrize(
+    "T, S, chunk, window",
+    [(24, 30, 8, None), (24, 30, 8, 1), (24, 30, 8, 5), (300, 330, 130, None), (300, 330, 130, 50)],
+)
+def test_chunked_prefill_equals_one_shot(T, S, chunk, window, implementation):
+    """executorch 21857, mlx 3452: wherever it is split, into chunks that may exceed the window; then token by token.
+
+    Chunks of 130 tokens are several tiles of rows and of keys.
+    """
+    B = 2
     q, k, v = qkv(B, T, T, H=4, G=2)
     sinks = jnp.linspace(-2.0, 2.0, 4)
     whole = gqa.grouped_query_attention(q, k, v, window=window, sinks=sinks, implementation=implementation)
@@ -48,7 +51,7 @@ def test_chunked_prefill_equals_one_shot(window, implementation):
     rng = np.random.default_rng(0)
     # What is beyond the valid tokens of a cache or a chunk is garbage.
     garbage = jnp.full((B, S, 2, 16), jnp.nan)
-    for most in (8, 8, 1):
+    for most in (chunk, chunk, 1) if T < 100 else (chunk, chunk):
         caches, past, o = (garbage, garbage), np.zeros(B, np.int32), np.zeros(q.shape, np.float32)
         while np.any(past < T):
             lengths = np.minimum(rng.integers(1, most + 1, B), T - past).astype(np.int32)
@@ -240,6 +243,7 @@ Q, K, V = qkv(B=2, T=3, S=7, H=4, G=2)
         ("lengths", dict(lengths=jnp.asarray([-1, 1]))),
         ("lengths", dict(lengths=2)),
         ("implementation", dict(implementation="xla")),
+        ("config", dict(config=64)),
     ],
 )
 def test_bad_input_is_named(name, changed):
@@ -274,8 +278,11 @@ def test_bad_input_of_append_kv_is_named(name, changed):
         gqa.append_kv(**arguments | changed)
 
 
-def test_what_no_kernel_does_yet():
-    with pytest.raises(NotImplementedError, match="no Pallas kernel exists yet for grouped_query_attention"):
-        gqa.grouped_query_attention(Q, K, V, implementation="pallas")
-    with pytest.raises(NotImplementedError, match="config"):
-        gqa.grouped_query_attention(Q, K, V, config=object())
+def test_what_the_kernels_do_not_do():
+    wide = jnp.zeros((1, 2, 1, 264))
+    for arguments in ((wide, wide, wide[..., :8]), (wide[..., :8], wide[..., :8], wide)):
+        assert gqa.grouped_query_attention(*arguments).shape == (1, 2, 1, arguments[2].shape[-1])
+        with pytest.raises(NotImplementedError, match=r"head sizes [KV] up to 256, got [KV] = 264"):
+            gqa.grouped_query_attention(*arguments, implementation="pallas")
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64"):
+        gqa.grouped_query_attention(*(np.zeros((1, 2, 1, 8)),) * 3, implementation="pallas")

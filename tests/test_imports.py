@@ -18,7 +18,7 @@ ALLOWED = {
     "references": (),
     "gated_delta": ("amdgpu.arch",),
     "flash": ("amdgpu.arch",),
-    "gqa": ("amdgpu.arch", "flash.grid", "flash.kernel"),
+    "gqa": ("amdgpu.arch", "flash.grid", "flash.kernel", "flash.tuning"),
     # jaxlib and triton: the compilers that it drives.
     "amdgpu": ("jaxlib", "triton"),
 }

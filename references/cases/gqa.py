@@ -253,6 +253,11 @@ GQA_REAL = (
         for B in (1, 16)
         for S in (8192, 131072)
     ),
+    # Where one block of keys ends, and beyond: no jump in the time of a key.
+    *(
+        GqaCase(f"gpt_oss_decode_B16_{S}", _GPT_OSS, 16, 1, S, 64, 8, 64, 64, "bfloat16", sinks="uniform")
+        for S in (2048, 2049, 2560, 4096)
+    ),
     GqaCase("zamba2_T4096", _ZAMBA, 1, 4096, 4096, 32, 32, 160, 160, "bfloat16"),
     GqaCase("zamba2_decode_4096", _ZAMBA, 1, 1, 4096, 32, 32, 160, 160, "bfloat16"),
     *(

@@ -1,0 +1,183 @@
+"""The prefill kernel of grouped-query attention, and what it shares with the rows kernel of `decode`.
+
+The online softmax is flash attention's (`flash.kernel.softmax_step`): with s the logits of a tile of keys,
+
+    m' = max(m, rowmax s);  p = exp2(c s - c m');  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(c (m - m'))
+
+After the last tile a sink z, a logit in natural units without a value, joins the denominator once:
+
+    m' = max(m, z / (c ln 2));  l' = a l + exp2(c (z / (c ln 2) - m'));  o' = a o
+
+c is |scale| log2(e), and log2(e) where a softcap or a bias makes s natural (the scale's sign goes to q). Then o / l and
+lse = c m ln 2 + ln l.
+
+A workgroup walks its tiles of keys in three loops (`grid.key_tiles`): those that the left edge of the window cuts,
+those that all rows see whole, without any mask, and those that the diagonal or the end of the keys cuts. A window is
+known when the kernel is compiled: without one, neither the first loop nor anything that it needs is there.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from flash.grid import Plan
+from flash.kernel import (
+    LOG2_E,
+    Axis,
+    Softmax,
+    call,
+    dot,
+    empty_softmax,
+    exp2,
+    feature_axes,
+    finish,
+    load_pairs,
+    load_tile,
+    lowest_logit,
+    product_precision,
+    softmax_step,
+    store_tile,
+    vary,
+)
+from gqa import grid
+from gqa.grid import Problem
+
+
+def logit_unit(p: Problem, scale: float) -> float:
+    """c > 0: a weight is exp2(c s). Also at a scale of 0, since c times a hidden key's -inf has to stay -inf."""
+    return LOG2_E if p.natural_logits else max(abs(scale) * LOG2_E, 1e-30)
+
+
+def positions(p: Problem, ins):
+    """(past, new) of the batch row: keys before this step, and valid new tokens."""
+    past = ins["past"][0] if "past" in p.given else p.keys - p.queries
+    return past, ins["lengths"][0] if "lengths" in p.given else p.queries
+
+
+def signed(p: Problem, scale: float, q):
+    """q, negated where the scale is negative and c has no place for its sign."""
+    return q if p.natural_logits or scale >= 0 else [-x for x in q]
+
+
+def seen(p: Problem, t, past, start, end):
+    """Which keys of a tile, from key `start` on and before `end`, each row t sees: bool `[rows or 1, keys]`."""
+    # Counted from the tile's start its keys are constants, and rows stand past + t - start keys behind it.
+    j = lax.iota(jnp.int32, p.block_k)[None, :]
+    first_of_row, end_of_row = grid.keys_of_row(p, past + t[:, None] - start, 0, end - start)
+    return j < end_of_row if p.window is None else (j < end_of_row) & (j >= first_of_row)
+
+
+def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, state, *, scale, target) -> Softmax:
+    """The state after one more tile of keys.
+
+    Args:
+      q: query rows `[rows, part of K]` each.
+      keys: where the tile's keys are; they exist and are finite, also in the place of hidden ones.
+      bias: `[rows or 1, keys or 1]`, or None.
+      allowed: which keys each row sees, bool `[rows or 1, keys]`; None: all rows see all of them.
+    """
+    precision, c = product_precision(p.dtype, target), logit_unit(p, scale)
+    # A cache of 16 bits under rows of 32 is widened, exactly.
+    k = [load_tile(ins["k"], keys, part).astype(p.dtype) for part in features]
+    s = functools.reduce(jnp.add, (dot(x, y.T, precision) for x, y in zip(q, k, strict=True)))
+    if p.softcap is not None:
+        s = p.softcap * jnp.tanh(s * (scale / p.softcap))
+    elif p.natural_logits:
+        s = s * scale
+    if bias is not None:
+        s = jnp.maximum(s + bias, lowest_logit(c))
+        allowed = allowed & (bias > -jnp.inf)
+        # A key that the bias hides from all rows may hold anything.
+        keys = Axis(keys.index, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
+    if allowed is not None:
+        s = jnp.where(allowed, s, -jnp.inf)
+    v = [load_tile(ins["v"], keys, part).astype(p.dtype) for part in values]
+    return softmax_step(state, s, v, c=c, target=target, precision=precision)
+
+
+def results_of(state: Softmax, c: float, sink, there, target):
+    """(output, lse) of rows with a `sink` each, or None; where not `there` (None: all are), 0 and -inf."""
+    m, l, o = state
+    if sink is not None:
+        sink = sink.astype(jnp.float32) * (LOG2_E / c)
+        m_new = jnp.maximum(m, sink)
+        a = exp2(c * (m - m_new), target)
+        m, l, o = m_new, a * l + exp2(c * (sink - m_new), target), [a[:, None] * x for x in o]
+    if there is not None:
+        l, o = jnp.where(there, l, 0.0), [jnp.where(there[:, None], x, 0.0) for x in o]
+    return finish(Softmax(m, l, o), c)
+
+
+def prefill_body(ins, outs, *, p: Problem, scale, target):
+    """One tile of rows of one head."""
+    _, _, tile = grid.prefill_program(pl.program_id(0), p)
+    past, new = positions(p, ins)
+    first, end = grid.keys_of_tile(p, tile, past, new)
+    features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
+    t = tile * p.block_q + lax.iota(jnp.int32, p.block_q)
+    ragged = p.queries % p.block_q > 0
+    rows = stored = Axis(t, t < p.queries if ragged else None)
+    if ragged or "lengths" in p.given:
+        # In the place of a row that is not there stands the last one that is.
+        rows = Axis(jnp.minimum(t, grid.greater(grid.lesser(new, p.queries) - 1, 0)), None)
+    q = signed(p, scale, [load_tile(ins["q"], rows, part) for part in features])
+
+    def step(i, state, masked):
+        start = i * p.block_k
+        j = start + lax.iota(jnp.int32, p.block_k)
+        if not masked:
+            return attend(p, ins, q, Axis(j, None), features, values, None, None, state, scale=scale, target=target)
+        # In the place of a key that no row sees stands one that a row sees.
+        keys = Axis(jnp.minimum(j if p.window is None else jnp.maximum(j, first), end - 1), None)
+        allowed = seen(p, rows.index, past, start, end)
+        bias = None if p.bias is None else load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
+        return attend(p, ins, q, keys, features, values, bias, allowed, state, scale=scale, target=target)
+
+    c = logit_unit(p, scale)
+    state = empty_softmax(p.block_q, values, c)
+    start, free_start, free_stop, stop = grid.key_tiles(p, tile, past, new)
+    for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
+        # A loop that is known never to run is not there.
+        if not (lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo == hi)):
+            state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
+
+    sink = ins["sinks"][0] if "sinks" in p.given else None
+    o, lse = results_of(state, c, sink, t < new if "lengths" in p.given else None, target)
+    for part, x in zip(values, o, strict=True):
+        store_tile(outs["o"], stored, part, x.astype(p.dtype))
+    if p.returns_lse:
+        plgpu.store(outs["lse"].at[stored.index], lse, mask=stored.mask)
+
+
+def launch(body, name: str, p: Problem, plan: Plan, operands: dict, interpret: bool):
+    """One kernel, named after what it is; operands and results go by name."""
+    name = name if p.window is None else f"{name}_window"
+    warps, stages = p.num_warps, p.config.num_stages
+    return call(body, name, plan, operands, num_warps=warps, num_stages=stages, interpret=interpret)
+
+
+def vary_alike(operands: dict) -> dict:
+    """Under shard_map results vary over the mesh axes that any operand varies over."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
+    return {name: vary(x, axes) for name, x in operands.items()}
+
+
+def prefill(p: Problem, operands: dict, *, scale: float, target: str | None):
+    """One launch.
+
+    Args:
+      p: the static facts.
+      operands: q, k, v, and what p names: `past` `[1 or B]` and `lengths` `[B]` in int32, `sinks` `[H]`, `bias` with 4
+        axes.
+      scale: of the logits.
+      target: "cuda", an AMD architecture id, "rocm" for an unknown one, or None for interpret mode.
+
+    Returns:
+      {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
+    """
+    body = functools.partial(prefill_body, p=p, scale=scale, target=target)
+    return launch(body, "gqa_prefill", p, grid.plan_prefill(p), vary_alike(operands), target is None)

@@ -1,0 +1,132 @@
+"""The kernels of grouped-query attention as AMD machine code, run on the CPU, against float64."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from attention_truth import assert_close, fp32_bound, gqa_rows
+
+import gqa
+from amdgpu import emulate
+from gqa import Config, tuning
+from gqa.onnx import group_query_attention
+from references import accuracy
+from references import gqa as reference
+from references.cases import GqaCase, inputs
+
+ours = partial(gqa.grouped_query_attention, implementation="pallas")
+
+# Tiles of 16 keys, of which several are masked, free and hidden; ragged rows and keys.
+PREFILL = Config(32, 16, 2)
+# Three blocks of 32 keys.
+ROWS = Config(16, 16, 2, block_keys=32)
+SPLIT = ["gqa_rows_split", "gqa_rows_merge"]
+
+CASES = [
+    (
+        GqaCase("prompt fp16", "", 1, 70, 70, 2, 1, 32, 32, "float16", sinks="uniform"),
+        PREFILL,
+        ["gqa_prefill"],
+    ),
+    (
+        GqaCase("chunk bf16", "", 1, 66, 90, 1, 1, 16, 48, "bfloat16", past=(20,), lengths=(65,), window=33),
+        PREFILL,
+        ["gqa_prefill_window"],
+    ),
+    (
+        GqaCase("biased fp32", "", 1, 66, 70, 1, 1, 16, 16, past=0, bias="full", softcap=5.0, sinks="uniform"),
+        PREFILL,
+        ["gqa_prefill"],
+    ),
+    (
+        GqaCase("step fp16", "", 2, 1, 90, 6, 2, 24, 40, "float16", past=(70, 5), sinks="uniform", poison=True),
+        ROWS,
+        SPLIT,
+    ),
+    (
+        GqaCase("rows bf16", "", 1, 4, 90, 3, 1, 32, 16, "bfloat16", lengths=(3,), past=(80,), sinks="uniform"),
+        ROWS,
+        SPLIT,
+    ),
+    (
+        GqaCase("window of rows", "", 1, 3, 90, 2, 1, 16, 16, "float32", "float16", window=20, sinks="uniform"),
+        ROWS,
+        ["gqa_rows_window"],
+    ),
+    (
+        GqaCase("biased rows", "", 1, 3, 60, 2, 1, 16, 16, "float16", bias="full", softcap=5.0),
+        Config(16, 16, 2),
+        ["gqa_rows"],
+    ),
+]
+
+
+def each(cases):
+    return pytest.mark.parametrize("case, config, names", cases, ids=[str(case) for case, _, _ in cases])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1151"])
+@each(CASES)
+def test_machine_code_equals_float64(arch, case, config, names):
+    arguments = inputs(case)
+    o64, lse64 = gqa_rows(**arguments)
+    low = reference.dense(**arguments)
+    with emulate(arch) as ran:
+        o, lse = jax.tree.map(np.asarray, ours(**arguments, config=config, return_lse=True))
+    assert [run.name for run in ran] == names
+    assert_close(o, o64, accuracy.attention_bound(o64, low, case.dtype))
+    assert_close(lse, lse64, fp32_bound(lse64))
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1100", "gfx1201"])
+@each(CASES[1:6:2])
+def test_other_chips(arch, case, config, names):
+    test_machine_code_equals_float64(arch, case, config, names)
+
+
+# What `test_gqa_amd_gate` compiles, less the largest heads, which are several of these tiles.
+SHIPPED = [row for row in tuning.ROWS if row.architecture.startswith("gfx") and row.head_size <= 160]
+
+
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda r: f"{r.architecture}-{r.kernel}-{r.head_size}-{r.itemsize}")
+def test_shipped_rows(row):
+    """A head of the largest size of each row, with its tiles."""
+    K, itemsize = row.head_size, {2: "float16", 4: "float32"}[row.itemsize]
+    T = tuning.FEW_ROWS + 2 if row.kernel != "rows" else 1
+    window = 30 if row.kernel == "prefill_window" else None
+    case = GqaCase(f"shipped {row}", "", 1, T, T + 40, 1, 1, K, K, itemsize, window=window, sinks="uniform")
+    arguments = inputs(case)
+    o64, _ = gqa_rows(**arguments)
+    low = reference.dense(**arguments)
+    with emulate(row.architecture) as ran:
+        o = np.asarray(ours(**arguments, config=row.config))
+    assert [run.name for run in ran] == [f"gqa_{row.kernel}"]
+    assert_close(o, o64, accuracy.attention_bound(o64, low, case.dtype))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1151"])
+@pytest.mark.parametrize("T", [1, 40])
+def test_heads_first_caches(arch, T):
+    """A node of an ONNX graph: the cache `[B, G, S, size]` is read as it is."""
+    B, G, r, K, past = 2, 2, 2, 16, 9
+    case = GqaCase("node", "", B, T, past + T, r * G, G, K, K, sinks="uniform")
+    a = inputs(case)
+    flat = {name: a[name].reshape(B, past + T, -1)[:, past:] for name in "kv"}
+    with emulate(arch) as ran:
+        output, *_ = group_query_attention(
+            a["q"].reshape(B, T, -1),
+            flat["k"],
+            flat["v"],
+            *(np.swapaxes(np.asarray(a[name])[:, :past], 1, 2) for name in "kv"),
+            seqlens_k=np.full(B, past + T - 1, np.int32),
+            total_sequence_length=past + T,
+            head_sink=a["sinks"],
+            num_heads=r * G,
+            kv_num_heads=G,
+            implementation="pallas",
+        )
+        output = np.asarray(output)
+    assert [run.name for run in ran] == ["gqa_rows" if T == 1 else "gqa_prefill"]
+    o64, _ = gqa_rows(**a)
+    assert_close(output.reshape(o64.shape), o64, fp32_bound(o64))
