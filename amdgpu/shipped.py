@@ -6,6 +6,7 @@ entries are asked for, since they import `amdgpu.arch` themselves.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,36 +38,29 @@ class Work:
 
 
 def works(algorithm: str, archs: Sequence[str]) -> list[Work]:
-    """What an algorithm ships for these architectures, to be compiled; empty where it has no kernels yet.
+    """What an algorithm ships for these architectures, to be compiled.
 
     Raises:
         ValueError: no such algorithm.
     """
-    _known(algorithm)
-    if algorithm == "gated_delta":
-        return [work for arch in archs for work in _gated_delta_works(arch)]
-    if algorithm == "flash":
-        return [work for arch in archs for work in _flash_works(arch)]
-    return []
+    found = {"gated_delta": _gated_delta_works, "flash": _flash_works, "gqa": _gqa_works}
+    return [work for arch in archs for work in found[_known(algorithm)](arch)]
 
 
 def checks(algorithm: str, archs: Sequence[str]) -> list[Check]:
-    """Small cases of the same, to be run as machine code; empty where it has no kernels yet.
+    """Small cases of the same, to be run as machine code.
 
     Raises:
         ValueError: no such algorithm.
     """
-    _known(algorithm)
-    if algorithm == "gated_delta":
-        return [check for arch in archs for check in _gated_delta_checks(arch)]
-    if algorithm == "flash":
-        return [check for arch in archs for check in _flash_checks(arch)]
-    return []
+    found = {"gated_delta": _gated_delta_checks, "flash": _flash_checks, "gqa": _gqa_checks}
+    return [check for arch in archs for check in found[_known(algorithm)](arch)]
 
 
-def _known(algorithm: str) -> None:
+def _known(algorithm: str) -> str:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: got {algorithm!r}, known are {', '.join(ALGORITHMS)}")
+    return algorithm
 
 
 def _gated_delta_rows(arch: str):
@@ -210,30 +204,100 @@ def _flash_checks(arch: str) -> list[Check]:
 def _flash_check(arch: str, dtype: str, kind: str, T: int, S: int, K: int, V: int, config) -> Check:
     """Two heads that share a KV head."""
     import flash
-    from references import accuracy, cases
+    from references import cases
     from references import flash as reference
 
     name = f"flash_attention {dtype} K={K} {kind} B=1 T={T} S={S} H=2 G=1 V={V}"
     case = cases.FlashCase(name, "the shipped row, small", 1, T, S, 2, 1, K, V, dtype, causal=kind == "causal")
     arguments = cases.inputs(case)
+    fn = partial(flash.flash_attention, implementation="pallas", config=config)
+    return _attention_check(name, arch, dtype, fn, partial(reference.dense, causal=case.causal), arguments)
 
-    @jax.jit
-    def dense(q, k, v):
-        return reference.dense(q, k, v, causal=case.causal, return_lse=True)
+
+def _gqa_rows(arch: str):
+    """(dtype, row) of the table. fp32 on gfx11 and gfx12 has no row."""
+    from gqa import tuning
+
+    for dtype in DTYPES:
+        for row in tuning.ROWS:
+            if (row.architecture, row.itemsize) == (arch, jnp.dtype(dtype).itemsize):
+                yield dtype, row
+
+
+def _gqa_works(arch: str) -> list[Work]:
+    """A chunk of a prompt, or one row, behind 8192 keys."""
+    import gqa
+
+    B, H, G = 1, 64, 8
+    found = []
+    for dtype, row in _gqa_rows(arch):
+        size, T = row.head_size, 1 if row.kernel == "rows" else 512
+        S = 8192 + T
+        work = Work(
+            name=f"grouped_query_attention {dtype} K={size} {row.kernel}",
+            label=f"B={B} T={T} S={S} H={H} G={G} V={size}",
+            fn=gqa.grouped_query_attention,
+            arch=arch,
+            shapes=(),
+            keywords={
+                "q": jax.ShapeDtypeStruct((B, T, H, size), dtype),
+                "k": jax.ShapeDtypeStruct((B, S, G, size), dtype),
+                "v": jax.ShapeDtypeStruct((B, S, G, size), dtype),
+                "sinks": jax.ShapeDtypeStruct((H,), "float32"),
+                "window": 128 if row.kernel == "prefill_window" else None,
+                "implementation": "pallas",
+                "config": row.config,
+            },
+            row=str(row.config),
+            reason=row.reason,
+        )
+        found.append(work)
+    return found
+
+
+def _gqa_checks(arch: str) -> list[Check]:
+    """Two tiles of rows behind a few keys, or two rows of three heads over three blocks of keys; with sinks."""
+    import gqa
+    from references import cases
+    from references import gqa as reference
+
+    found = []
+    for dtype, row in _gqa_rows(arch):
+        config, size, block_k = row.config, row.head_size, row.config.block_k
+        if row.kernel == "rows":
+            config = dataclasses.replace(config, block_keys=2 * block_k)
+            T, S, H, window = 2, 4 * block_k + 9, 3, None
+        else:
+            # More rows than the rows kernel takes.
+            T, H = max(config.block_q, 64) + 5, 2
+            S, window = T + block_k + 3, block_k + 5 if row.kernel == "prefill_window" else None
+        name = f"grouped_query_attention {dtype} {row.kernel} B=1 T={T} S={S} H={H} G=1 K=V={size}"
+        case = cases.GqaCase(
+            name, "the shipped row, small", 1, T, S, H, 1, size, size, dtype, window=window, sinks="uniform"
+        )
+        arguments = cases.inputs(case)
+        arguments = {name: arguments[name] for name in ("q", "k", "v", "sinks")}
+        fn = partial(gqa.grouped_query_attention, window=window, implementation="pallas", config=config)
+        found.append(_attention_check(name, arch, dtype, fn, partial(reference.dense, window=window), arguments))
+    return found
+
+
+def _attention_check(name: str, arch: str, dtype: str, fn: Callable, dense: Callable, arguments: dict) -> Check:
+    """`fn` of the arguments against `dense` in float64; its own error in the inputs' dtype is a part of the bound."""
+    from references import accuracy
+
+    truth = jax.jit(partial(dense, return_lse=True))
 
     def compare(outputs):
-        q, k, v = (arguments[name] for name in "qkv")
-        low = None if dtype == "float32" else np.asarray(dense(q, k, v)[0])
+        low = None if dtype == "float32" else np.asarray(truth(**arguments)[0])
         with jax.enable_x64(True):
-            o64, lse64 = (np.asarray(x) for x in dense(*(np.asarray(x).astype(np.float64) for x in (q, k, v))))
+            wide = {name: np.asarray(x).astype(np.float64) for name, x in arguments.items()}
+            o64, lse64 = (np.asarray(x) for x in truth(**wide))
         bounds = accuracy.attention_bound(o64, low, dtype), accuracy.attention_bound(lse64, None, "float32")
         parts = zip(("o", "lse"), outputs, (o64, lse64), bounds, strict=True)
-        return {part: _worst(x, truth, bound) for part, x, truth, bound in parts}
+        return {part: _worst(x, true, bound) for part, x, true, bound in parts}
 
-    def run():
-        return flash.flash_attention(**arguments, return_lse=True, implementation="pallas", config=config)
-
-    return Check(name, arch, run, compare)
+    return Check(name, arch, lambda: fn(**arguments, return_lse=True), compare)
 
 
 def _worst(x: np.ndarray, truth: np.ndarray, bound: np.ndarray) -> tuple[float, float]:

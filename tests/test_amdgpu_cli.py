@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import re
 import sys
@@ -279,11 +280,15 @@ def test_a_row_that_does_not_compile_is_told_and_the_others_go_on(capsys, monkey
 # ---------------------------------------------------------------------- what the package ships
 
 
-def test_algorithms_without_kernels_say_so(capsys):
-    for name in ("gqa",):
-        assert shipped.works(name, architectures.KNOWN) == []
-        assert main([name]) == 0
-        assert f"{name}: no Pallas kernels yet" in capsys.readouterr().out
+@pytest.mark.parametrize("algorithm", shipped.ALGORITHMS)
+def test_every_row_is_compiled_and_checked(algorithm):
+    rows = importlib.import_module(f"{algorithm}.tuning").ROWS
+    configs = {(row.architecture, str(row.config)) for row in rows if row.architecture.startswith("gfx")}
+    works, checks = (ask(algorithm, architectures.KNOWN) for ask in (shipped.works, shipped.checks))
+    assert {(work.arch, work.row) for work in works} == configs
+    for found in ([(work.arch, work.name) for work in works], [(c.arch, c.name) for c in checks]):
+        assert len(set(found)) == len(found)
+    assert {c.arch for c in checks} == {arch for arch, _ in configs}
 
 
 def test_unknown_algorithm():

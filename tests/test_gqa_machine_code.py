@@ -1,5 +1,6 @@
 """The kernels of grouped-query attention as AMD machine code, run on the CPU, against float64."""
 
+import re
 from functools import partial
 
 import jax
@@ -8,8 +9,9 @@ import pytest
 from attention_truth import assert_close, fp32_bound, gqa_rows
 
 import gqa
-from amdgpu import emulate
-from gqa import Config, tuning
+from amdgpu import emulate, shipped
+from amdgpu.check import run_check
+from gqa import Config
 from gqa.onnx import group_query_attention
 from references import accuracy
 from references import gqa as reference
@@ -85,24 +87,22 @@ def test_other_chips(arch, case, config, names):
     test_machine_code_equals_float64(arch, case, config, names)
 
 
-# What `test_gqa_amd_gate` compiles, less the largest heads, which are several of these tiles.
-SHIPPED = [row for row in tuning.ROWS if row.architecture.startswith("gfx") and row.head_size <= 160]
+# `python -m amdgpu gqa --run` runs every row and dtype.
+CHECKS = [
+    check
+    for check in shipped.checks("gqa", ("gfx942", "gfx950", "gfx1151"))
+    if re.match(r"grouped_query_attention (float16 .*K=V=128|bfloat16 .*K=V=64|float32 prefill .*K=V=128)$", check.name)
+]
 
 
-@pytest.mark.parametrize("row", SHIPPED, ids=lambda r: f"{r.architecture}-{r.kernel}-{r.head_size}-{r.itemsize}")
-def test_shipped_rows(row):
-    """A head of the largest size of each row, with its tiles."""
-    K, itemsize = row.head_size, {2: "float16", 4: "float32"}[row.itemsize]
-    T = tuning.FEW_ROWS + 2 if row.kernel != "rows" else 1
-    window = 30 if row.kernel == "prefill_window" else None
-    case = GqaCase(f"shipped {row}", "", 1, T, T + 40, 1, 1, K, K, itemsize, window=window, sinks="uniform")
-    arguments = inputs(case)
-    o64, _ = gqa_rows(**arguments)
-    low = reference.dense(**arguments)
-    with emulate(row.architecture) as ran:
-        o = np.asarray(ours(**arguments, config=row.config))
-    assert [run.name for run in ran] == [f"gqa_{row.kernel}"]
-    assert_close(o, o64, accuracy.attention_bound(o64, low, case.dtype))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.arch} {check.name}")
+def test_shipped_rows(check):
+    result = run_check(check)
+    kernel = check.name.split()[2]
+    assert result.kernels == (tuple(SPLIT) if kernel == "rows" else (f"gqa_{kernel}",))
+    assert result.errors.keys() == {"o", "lse"}
+    for part, (error, bound) in result.errors.items():
+        assert error <= bound, part
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1151"])
