@@ -209,8 +209,8 @@ def _flash_check(arch: str, dtype: str, kind: str, T: int, S: int, K: int, V: in
 
     name = f"flash_attention {dtype} K={K} {kind} B=1 T={T} S={S} H=2 G=1 V={V}"
     case = cases.FlashCase(name, "the shipped row, small", 1, T, S, 2, 1, K, V, dtype, causal=kind == "causal")
-    arguments = cases.inputs(case)
-    fn = partial(flash.flash_attention, implementation="pallas", config=config)
+    arguments = {name: cases.inputs(case)[name] for name in "qkv"}
+    fn = partial(flash.flash_attention, causal=case.causal, implementation="pallas", config=config)
     return _attention_check(name, arch, dtype, fn, partial(reference.dense, causal=case.causal), arguments)
 
 

@@ -104,7 +104,7 @@ def flash_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    options = _Options(bool(causal), scale, softcap, bool(return_lse))
+    options = _Options(bool(causal), _static(scale), _static(softcap), bool(return_lse))
     _check_implementation(implementation, ("pallas", "reference"))
     if config is not None and not isinstance(config, Config):
         _refuse("config", repr(config), "a flash.Config or None")
@@ -185,7 +185,10 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
     )
     arrays = _check_dot_product(arrays, local_window_size)
-    window = local_window_size if local_window_size is None else tuple(np.broadcast_to(local_window_size, 2).tolist())
+    window = None
+    if local_window_size is not None:
+        # Beyond 2^30 neither side reaches further, and positions plus a side stay int32.
+        window = tuple(int(w) for w in np.clip(np.broadcast_to(local_window_size, 2).tolist(), -(2**30), 2**30))
     # A Python number is static.
     static_scale = float(scale) if isinstance(scale, numbers.Real) else None
     if static_scale is not None:
@@ -337,6 +340,9 @@ def _pallas(
         operands[name] = operands[name].astype(jnp.float32).reshape(1)
     config = config or default_config(architecture, dtype, K, V)
     grid.check_order(config.order, H, xcds(architecture))
+    for name in operands.keys() & {"kv_lengths", "query_lengths"}:
+        # Known at run time only: what is below 0 hides all, and may not wrap.
+        operands[name] = jnp.maximum(operands[name], 0)
     problem = grid.Problem(
         *(B, T, S, H, G, K, V, dtype, config, xcds(architecture)),
         **positions._asdict(),
@@ -372,8 +378,8 @@ def _check_flash(arrays: dict, options: _Options) -> dict:
     _check_broadcastable("bias", arrays["bias"], (B, H, T, S))
     for name in ("scale", "softcap"):
         value = getattr(options, name)
-        if value is not None and not isinstance(value, numbers.Real):
-            _refuse(name, repr(value), "None or a Python number (it is static)")
+        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            _refuse(name, repr(value), "None or a finite Python number (it is static)")
     if options.softcap is not None and not 0 < options.softcap < float("inf"):
         _refuse("softcap", options.softcap, "None, or > 0 and finite")
     if (arrays["q_segment_ids"] is None) != (arrays["kv_segment_ids"] is None):
@@ -453,10 +459,15 @@ def _checked_integers(name, x, shape, axes):
     return x.astype(jnp.int32)
 
 
+def _static(x):
+    """A number as a Python float: others, of a strong dtype, would not promote."""
+    return float(x) if isinstance(x, numbers.Real) else x
+
+
 def _check_range(name, x, most):
     """Refuses lengths outside of 0 to most, where their values are known."""
-    if x is None or isinstance(x, Tracer):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
         return
-    x = np.asarray(x)
+    x = np.asarray(0 if x is None else x, np.int64)
     if np.any((x < 0) | (x > most)):
         _refuse(name, x.tolist(), f"between 0 and {most}")

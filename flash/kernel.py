@@ -2,9 +2,9 @@
 
 For a block of query rows, tile after tile of keys, with s the logits of a tile and V its values,
 
-    m' = max(m, rowmax s);  p = exp2(c s - c m');  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(c (m - m'))
+    m' = max(m, c rowmax s);  p = exp2(c s - m');  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(m - m')
 
-from m = `lowest_logit`, l = 0, o = 0; in the end o / l, and lse = (c m + log2 l) / log2(e). This is the online softmax
+from m = -3.4e38, l = 0, o = 0; in the end o / l, and lse = (m + log2 l) / log2(e). This is the online softmax
 of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867, as FlashAttention-2 runs it,
 https://arxiv.org/abs/2307.08691.
 
@@ -34,6 +34,10 @@ from flash.grid import Problem
 LOG2_E = math.log2(math.e)
 # Where c |m| is larger, its rounding error may reach 2^4, and more than a weight of 2^16 in fp16 can take.
 LARGE_EXPONENT = 2.0**28
+# Where a maximum starts: finite, so that a row without a key so far has weights exp2(-inf - m) = 0.
+LOWEST_EXPONENT = float(jnp.finfo(jnp.float32).min)
+# What a bias adds up to stays below: twice as much is finite, and above LOWEST_EXPONENT.
+LARGEST_LOGIT = 1.7e38
 
 
 class Axis(NamedTuple):
@@ -115,22 +119,27 @@ def round_weights(p, dtype, target):
 
 
 class Softmax(NamedTuple):
-    """An online softmax over the keys so far, fp32: maximum `[rows]`, sum `[rows]`, output `[rows, part of V]` each."""
+    """An online softmax over the keys so far, fp32: `[rows]`, `[rows]`, and `[rows, part of V]` each.
+
+    m is the maximum of exponents (`exponent_of`); l, the sum of weights, and o are relative to exp2(m).
+    """
 
     m: jax.Array
     l: jax.Array
     o: list[jax.Array]
 
 
-def lowest_logit(c):
-    """Where a maximum starts: 2 c times it is finite. Logits below weigh nothing, or all the same in a row of them."""
-    return -5e37 / grid.greater(c, 1.0)
-
-
-def empty_softmax(rows: int, parts: list[Axis], c) -> Softmax:
+def empty_softmax(rows: int, parts: list[Axis]) -> Softmax:
     """No key so far."""
     o = [jnp.zeros((rows, part.index.size), jnp.float32) for part in parts]
-    return Softmax(jnp.full(rows, lowest_logit(c), jnp.float32), jnp.zeros(rows, jnp.float32), o)
+    return Softmax(jnp.full(rows, LOWEST_EXPONENT, jnp.float32), jnp.zeros(rows, jnp.float32), o)
+
+
+def with_bias(s, bias):
+    """s + bias, finite where that is not NaN. (A maximum would drop NaN on AMD.)"""
+    s = s + bias
+    s = jnp.where(s < -LARGEST_LOGIT, -LARGEST_LOGIT, s)
+    return jnp.where(s > LARGEST_LOGIT, LARGEST_LOGIT, s)
 
 
 def power_of_two_from(c):
@@ -139,6 +148,12 @@ def power_of_two_from(c):
         return 2.0 ** math.ceil(math.log2(c))
     bits = (lax.bitcast_convert_type(c, jnp.int32) + 0x7FFFFF) >> 23 << 23
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def exponent_of(s, c):
+    """c s, rounded; where that is large, c' s with the power of two c' >= c, which is exact. It grows with s."""
+    x = c * s
+    return jnp.where(jnp.abs(x) < LARGE_EXPONENT, x, power_of_two_from(c) * s)
 
 
 def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
@@ -151,13 +166,14 @@ def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
       target, precision: as in `exp2` and `dot`.
     """
     m, l, o = state
-    m_new = jnp.maximum(m, jnp.max(s, axis=1))
-    a = exp2(c * (m - m_new), target)
-    # c s - c m is one fused multiply-add, in which c m is rounded and c s is not: one factor for the whole row, which
-    # cancels. Where c m is huge that factor overflows, and a power of two for c makes both products exact. Logits that
-    # differ at all then differ by 16 / c or more, so what weighs anything still weighs the same.
-    c_row = jnp.where(jnp.abs(m_new) < LARGE_EXPONENT / c, c, power_of_two_from(c))
-    p = exp2(c_row[:, None] * s - (c_row * m_new)[:, None], target)
+    m_new = jnp.maximum(m, exponent_of(jnp.max(s, axis=1), c))
+    a = exp2(m - m_new, target)
+    # One fused multiply-add, in which m is rounded and c s is not: one factor for the whole row. It cancels, also from
+    # tile to tile, since all weights are relative to the m that is carried. Where m is huge that factor would overflow,
+    # and a power of two for c makes both exact. Logits that differ at all then differ by 16 / c or more, so what weighs
+    # anything still weighs the same.
+    c_row = jnp.where(jnp.abs(m_new) < LARGE_EXPONENT, c, power_of_two_from(c))
+    p = exp2(c_row[:, None] * s - m_new[:, None], target)
     rounded = round_weights(p, v[0].dtype, target)
     return Softmax(
         m_new,
@@ -171,8 +187,9 @@ def finish(state: Softmax, c):
     m, l, o = state
     empty = l == 0.0
     l = jnp.where(empty, 1.0, l)
+    m = jnp.where(jnp.abs(m) < LARGE_EXPONENT, m, m * (c / power_of_two_from(c)))
     # One division a row.
-    return [(1.0 / l)[:, None] * x for x in o], jnp.where(empty, -jnp.inf, m * (c / LOG2_E) + jnp.log(l))
+    return [(1.0 / l)[:, None] * x for x in o], jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(l))
 
 
 def product_precision(dtype, target):
@@ -188,7 +205,7 @@ def logit_units(p: Problem, ins, scale):
     if p.natural_logits:
         return factor, LOG2_E
     # c > 0, also at a scale of 0: a hidden key's c (-inf) has to stay -inf.
-    return factor, grid.greater(abs(factor) * LOG2_E, 1e-30)
+    return factor, grid.greater(abs(factor) * LOG2_E, 2.0**-126)
 
 
 def query_axes(p: Problem, block, rows_end) -> tuple[Axis, Axis]:
@@ -208,7 +225,7 @@ def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, start, bias, length):
     if p.left is not None:
         allowed = allowed & (j >= first - start)
     if p.bias is not None:
-        allowed = allowed & (bias > -jnp.inf)
+        allowed = allowed & (bias != -jnp.inf)
     if p.mask is not None:
         allowed = allowed & (load_pairs(ins["mask"], rows, keys) != 0)
     if "q_segment_ids" in ins:
@@ -252,7 +269,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
             s = s * factor
         if p.bias is not None:
             bias = load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
-            s = jnp.maximum(s + bias, lowest_logit(c))
+            s = with_bias(s, bias)
         if masked:
             allowed = allowed_pairs(p, ins, rows, keys, start, bias, length)
             s = jnp.where(allowed, s, -jnp.inf)
@@ -261,7 +278,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
         v = [load_tile(ins["v"], keys, part).astype(p.product_dtype) for part in values]
         return softmax_step(state, s, v, c=c, target=target, precision=precision)
 
-    state = empty_softmax(p.block_q, values, c)
+    state = empty_softmax(p.block_q, values)
     start, free_start, free_stop, stop = grid.key_tiles(p, block, split, length, rows_end)
     for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
         # A loop that is known never to run is not there.
@@ -290,12 +307,12 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
     def step(i, state):
         m, l = (plgpu.load(ins[name].at[i, rows.index]) for name in ("m", "l"))
         m_new = jnp.maximum(state.m, m)
-        a, b = exp2(c * (state.m - m_new), target), exp2(c * (m - m_new), target)
+        a, b = exp2(state.m - m_new, target), exp2(m - m_new, target)
         parts = (load_tile(ins["o"], rows, part, (i,)) for part in values)
         o = [a[:, None] * x + b[:, None] * y for x, y in zip(state.o, parts, strict=True)]
         return Softmax(m_new, a * state.l + b * l, o)
 
-    state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, values, c))
+    state = lax.fori_loop(0, p.splits, step, empty_softmax(p.block_q, values))
     store_results(p, ins, outs, stored_rows, values, state, c)
 
 

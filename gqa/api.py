@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import numbers
 from collections.abc import Callable
 from typing import NamedTuple
@@ -89,7 +90,8 @@ def grouped_query_attention(
     https://github.com/openai/gpt-oss.
     """
     arrays = dict(q=q, k=k, v=v, past=past, lengths=lengths, sinks=sinks, bias=bias)
-    options = Options(window, softcap, scale, bool(causal), bool(return_lse))
+    window = int(window) if isinstance(window, numbers.Integral) else window
+    options = Options(window, _static(softcap), _static(scale), bool(causal), bool(return_lse))
     return attend(arrays, options, implementation, config)
 
 
@@ -169,6 +171,12 @@ def attend(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _attend(arrays: dict, options: Options, implementation: str | None, config: Config | None, heads_first: bool):
+    # Known at run time only: within these no sum of positions wraps, and what they see is the same.
+    for name, lowest in (("past", -(2**29)), ("lengths", 0)):
+        if arrays[name] is not None:
+            arrays = arrays | {name: jnp.clip(arrays[name], lowest, 2**29)}
+    if options.window is not None:
+        options = options._replace(window=min(options.window, 2**30))
 
     def refer(arrays):
         if heads_first:
@@ -273,6 +281,11 @@ def _keys_and_heads(cache, heads_first: bool):
     return cache.shape[2:0:-1] if heads_first else cache.shape[1:3]
 
 
+def _static(x):
+    """A number as a Python float: others, of a strong dtype, would not promote."""
+    return float(x) if isinstance(x, numbers.Real) else x
+
+
 def _refuse(name: str, got, allowed: str):
     raise ValueError(f"{name} must be {allowed}, got {got}")
 
@@ -313,8 +326,8 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
         _refuse("window", repr(window), "None or an int from 1 (itself only) to 2**31 - 1")
     for name in ("scale", "softcap"):
         value = getattr(options, name)
-        if value is not None and not isinstance(value, numbers.Real):
-            _refuse(name, repr(value), "None or a Python number (it is static)")
+        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            _refuse(name, repr(value), "None or a finite Python number (it is static)")
     if options.softcap is not None and not 0 < options.softcap < float("inf"):
         _refuse("softcap", options.softcap, "None, or > 0 and finite")
     if past is not None:
@@ -341,12 +354,13 @@ def _checked_lengths(lengths, B):
 
 def _check_fits(past, lengths, T, S):
     """Refuses what does not fit into the cache, where the values are known."""
-    known = not isinstance(lengths, Tracer)
-    new = np.asarray(T if lengths is None else lengths) if known else np.asarray(0)
+    past_known, known = (not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)) for x in (past, lengths))
+    # Sums of the caller's own dtype might wrap.
+    new = np.asarray(T if lengths is None else lengths, np.int64) if known else np.asarray(0)
     if np.any((new < 0) | (new > T)):
         _refuse("lengths", new.tolist(), f"between 0 and T = {T}")
-    if isinstance(past, Tracer):
+    if not past_known:
         return
-    past = np.asarray(past)
+    past = np.asarray(past, np.int64)
     if np.any((past < 0) | (past + new > S)):
         _refuse("past", past.tolist(), f">= 0, with room for the {new.tolist()} new tokens in S = {S} keys")

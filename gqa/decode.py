@@ -5,7 +5,7 @@ the number of heads. One workgroup walks the keys of one block (2048 of them by 
 one block holds all keys that a row may see, it writes the results. Else each block leaves its m, l and o in fp32, and
 per row the merge puts them together, where the sink joins:
 
-    M = max_i m_i;  w_i = exp2(c (m_i - M));  l = sum_i w_i l_i;  o = sum_i w_i o_i
+    M = max_i m_i;  w_i = exp2(m_i - M);  l = sum_i w_i l_i;  o = sum_i w_i o_i
 
 A block without keys has l = 0 and o = 0 and weighs nothing; it reads no key. This is flash-decoding,
 https://pytorch.org/blog/flash-decoding/.
@@ -62,7 +62,7 @@ def rows_body(ins, outs, *, p: Problem, scale, target):
 
     c = logit_unit(p, scale)
     tiles = -(-grid.greater(end - first, 0) // p.block_k)
-    state = lax.fori_loop(0, tiles, step, empty_softmax(p.block_q, values, c))
+    state = lax.fori_loop(0, tiles, step, empty_softmax(p.block_q, values))
 
     if p.key_blocks > 1:
         for name in ("m", "l"):
@@ -94,14 +94,14 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
         m = plgpu.load(ins["m"].at[i], mask=there, other=-jnp.inf)
         l = plgpu.load(ins["l"].at[i], mask=there, other=0.0)
         m_new = jnp.maximum(state.m, jnp.max(m, axis=0, keepdims=True))
-        a, w = exp2(c * (state.m - m_new), target), exp2(c * (m - m_new), target)
+        a, w = exp2(state.m - m_new, target), exp2(m - m_new, target)
         o = [
             a[:, None] * x + jnp.sum(w[:, None] * load_tile(ins["o"], blocks, part), axis=0, keepdims=True)
             for x, part in zip(state.o, values, strict=True)
         ]
         return Softmax(m_new, a * state.l + jnp.sum(w * l, axis=0, keepdims=True), o)
 
-    state, steps = empty_softmax(1, values, c), -(-p.key_blocks // tile)
+    state, steps = empty_softmax(1, values), -(-p.key_blocks // tile)
     state = step(0, state) if steps == 1 else lax.fori_loop(0, steps, step, state)
     one = jnp.zeros(1, jnp.int32)
     sink = plgpu.load(ins["sinks"].at[one]) if "sinks" in p.given else None

@@ -2,14 +2,14 @@
 
 The online softmax is flash attention's (`flash.kernel.softmax_step`): with s the logits of a tile of keys,
 
-    m' = max(m, rowmax s);  p = exp2(c s - c m');  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(c (m - m'))
+    m' = max(m, c rowmax s);  p = exp2(c s - m');  l' = a l + rowsum p;  o' = a o + p V,  a = exp2(m - m')
 
 After the last tile a sink z, a logit in natural units without a value, joins the denominator once:
 
-    m' = max(m, z / (c ln 2));  l' = a l + exp2(c (z / (c ln 2) - m'));  o' = a o
+    m' = max(m, z log2(e));  l' = a l + exp2(z log2(e) - m');  o' = a o
 
 c is |scale| log2(e), and log2(e) where a softcap or a bias makes s natural (the scale's sign goes to q). Then o / l and
-lse = c m ln 2 + ln l.
+lse = m ln 2 + ln l.
 
 A workgroup walks its tiles of keys in three loops (`grid.key_tiles`): those that the left edge of the window cuts,
 those that all rows see whole, without any mask, and those that the diagonal or the end of the keys cuts. A window is
@@ -26,6 +26,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from flash.grid import Plan
 from flash.kernel import (
+    LARGE_EXPONENT,
+    LARGEST_LOGIT,
     LOG2_E,
     Axis,
     Softmax,
@@ -37,11 +39,12 @@ from flash.kernel import (
     finish,
     load_pairs,
     load_tile,
-    lowest_logit,
+    power_of_two_from,
     product_precision,
     softmax_step,
     store_tile,
     vary,
+    with_bias,
 )
 from gqa import grid
 from gqa.grid import Problem
@@ -49,7 +52,7 @@ from gqa.grid import Problem
 
 def logit_unit(p: Problem, scale: float) -> float:
     """c > 0: a weight is exp2(c s). Also at a scale of 0, since c times a hidden key's -inf has to stay -inf."""
-    return LOG2_E if p.natural_logits else max(abs(scale) * LOG2_E, 1e-30)
+    return LOG2_E if p.natural_logits else max(abs(scale) * LOG2_E, 2.0**-126)
 
 
 def positions(p: Problem, ins):
@@ -89,8 +92,8 @@ def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, stat
     elif p.natural_logits:
         s = s * scale
     if bias is not None:
-        s = jnp.maximum(s + bias, lowest_logit(c))
-        allowed = allowed & (bias > -jnp.inf)
+        s = with_bias(s, bias)
+        allowed = allowed & (bias != -jnp.inf)
         # A key that the bias hides from all rows may hold anything.
         keys = Axis(keys.index, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
     if allowed is not None:
@@ -103,10 +106,13 @@ def results_of(state: Softmax, c: float, sink, there, target):
     """(output, lse) of rows with a `sink` each, or None; where not `there` (None: all are), 0 and -inf."""
     m, l, o = state
     if sink is not None:
-        sink = sink.astype(jnp.float32) * (LOG2_E / c)
-        m_new = jnp.maximum(m, sink)
-        a = exp2(c * (m - m_new), target)
-        m, l, o = m_new, a * l + exp2(c * (sink - m_new), target), [a[:, None] * x for x in o]
+        # As `exponent_of`, in natural units; a weight is a fused multiply-add like those of the keys.
+        sink = jnp.minimum(jnp.broadcast_to(sink.astype(jnp.float32), m.shape), LARGEST_LOGIT)
+        large = jnp.abs(sink * LOG2_E) >= LARGE_EXPONENT
+        unit = jnp.where(large, LOG2_E * (power_of_two_from(c) / c), LOG2_E)
+        m_new = jnp.maximum(m, sink * unit)
+        a = exp2(m - m_new, target)
+        m, l, o = m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o]
     if there is not None:
         l, o = jnp.where(there, l, 0.0), [jnp.where(there[:, None], x, 0.0) for x in o]
     return finish(Softmax(m, l, o), c)
@@ -138,7 +144,7 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
         return attend(p, ins, q, keys, features, values, bias, allowed, state, scale=scale, target=target)
 
     c = logit_unit(p, scale)
-    state = empty_softmax(p.block_q, values, c)
+    state = empty_softmax(p.block_q, values)
     start, free_start, free_stop, stop = grid.key_tiles(p, tile, past, new)
     for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
         # A loop that is known never to run is not there.

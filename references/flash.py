@@ -210,7 +210,7 @@ def dense_softmax(q, k, v, allowed, *, scale, bias=None, softcap=None, sinks=Non
     allowed = _grouped(allowed, H, G)
     if bias is not None:
         bias = _grouped(bias, H, G)
-        allowed = allowed & (bias > -jnp.inf)
+        allowed = allowed & (bias != -jnp.inf)
     P_dtype = v.dtype
     q, k, v = (x.astype(dtype) for x in (_head_first(q, G), _head_first(k, G)[:, :, 0], _head_first(v, G)[:, :, 0]))
     q, k, v = _drop_unseen(q * scale, k, v, allowed)
@@ -287,7 +287,7 @@ def online_softmax(
                 j = start + jnp.arange(keys, dtype=jnp.int32)
                 allowed = (first <= j) & (j < end)
                 if bias is not None:
-                    allowed = allowed & (bias > -jnp.inf)
+                    allowed = allowed & (bias != -jnp.inf)
                 if mask is not None:
                     allowed = allowed & mask
                 if q_segments is not None:
