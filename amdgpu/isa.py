@@ -2,8 +2,8 @@
 
     reports = compile_for(fn, jax.ShapeDtypeStruct((1, 4096, 32, 128), "bfloat16"), arch="gfx942")
 
-Real machine code, made without a GPU. XLA on ROCm runs its own copy of the same compiler, whose version may
-differ. This is static evidence and no timing: what a kernel asks of the chip, not how long the chip takes.
+The machine code is what a chip would run, up to the version of Triton's AMD compiler: here that of the `triton`
+package, in jaxlib another. Static evidence and no timing: what a kernel asks of the chip, not how long the chip takes.
 """
 
 import dataclasses

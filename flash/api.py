@@ -75,8 +75,8 @@ def flash_attention(
       k_scale: scalar.
       v_scale: scalar.
       return_lse: whether to return the natural logarithm of the softmax's denominator too.
-      implementation: None or "reference": the blocked reference; "pallas": the kernels, which have not run on a GPU
-        yet (on a CPU in interpret mode, slow).
+      implementation: None or "reference": the blocked reference; "pallas": the kernels, not yet the default (on a CPU
+        in interpret mode, slow).
       config: how the kernels are cut; by default from the table in `flash.tuning`.
 
     Returns:
@@ -148,7 +148,7 @@ def dot_product_attention(
       query_seq_lengths: integers `[B]`; rows from there on give 0.
       key_value_seq_lengths: integers `[B]`; keys from there on are hidden.
       local_window_size: `(left, right)`, or one int for both: row t sees keys from `t - left` to `t + right`.
-      implementation: None or "reference": the blocked reference; "pallas": the kernels, not run on a GPU yet;
+      implementation: None or "reference": the blocked reference; "pallas": the kernels, not yet the default;
         "xla" and "cudnn" call `jax.nn`.
       return_residual: whether to return the natural logarithm of the softmax's denominator too. As in
         `jax.nn`, no gradient flows through it.
@@ -266,7 +266,7 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
 def _run(arrays: dict, q, k, v, mask, refer: Callable, launch: Callable, implementation: str | None):
     """`launch` where it is asked for, else `refer`; both take `arrays`, and `launch` the platform.
 
-    The kernels have not run on a GPU yet, so `implementation=None` does not choose them.
+    The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet.
     """
     # Of the forward pass nothing is kept but its inputs.
     refer = jax.checkpoint(refer)

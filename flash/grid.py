@@ -12,7 +12,8 @@ the order, which workgroup does which (batch row, head, query block), decides wh
 An order is a bijection, so results do not depend on it, to the last bit. The orders below are drawn for B = 1, H = 4
 heads, G = 2 KV heads (heads 0 and 1 share one, 2 and 3 the other), Q = 2 and X = 2; even workgroups are on die 0.
 
-Index functions are pure integer arithmetic (+ - * // %) and serve Python ints, numpy arrays and traced program ids.
+The orders are integer arithmetic alone (+ - * // %): a test enumerates them with numpy arrays, a kernel hands them its
+program id. What depends on lengths (`key_tiles`) returns jax arrays where a condition enters.
 """
 
 import dataclasses
@@ -108,7 +109,7 @@ class Problem:
     `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of those operands, four axes
     that are each 1 or that of `[B, H, T, S]`. `given` names the other operands besides q, k and v: `q_segment_ids` and
     `kv_segment_ids`, `kv_lengths`, `query_lengths`, and factors that are not known at trace time, `logit_factor` and
-    `value_factor`. `config.splits` is a number here.
+    `value_factor`. `config.splits` None counts as 1: who builds the problem fills it in.
     """
 
     batch: int

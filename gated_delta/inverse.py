@@ -5,7 +5,7 @@
               blocks of 2 n rows; then `solve` = A diag(beta)
 
 Two kernels, because a lane of the first reads what other lanes of the locals wrote, and the second wants the columns
-as a tile. In one kernel both would pass through exchanges between lanes, fifteen times: three times slower (H200).
+as a tile. In one kernel both would pass through exchanges between lanes, fifteen times (`benchmarks/NOTES.md`).
 """
 
 import jax.numpy as jnp

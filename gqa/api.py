@@ -71,8 +71,8 @@ def grouped_query_attention(
       scale: factor of the logits, static; `K**-0.5` by default.
       causal: whether a row sees only keys up to its own position.
       return_lse: whether to return the natural logarithm of the denominator too.
-      implementation: None or "reference": the blocked reference; "pallas": the kernels, which have not run on a GPU
-        yet (on a CPU in interpret mode, slow).
+      implementation: None or "reference": the blocked reference; "pallas": the kernels, not yet the default (on a CPU
+        in interpret mode, slow).
       config: how the kernels are cut; by default from the table in `gqa.tuning`.
 
     Returns:
@@ -194,7 +194,7 @@ def _attend(arrays: dict, options: Options, implementation: str | None, config: 
 def _run(arrays: dict, refer: Callable, launch: Callable, implementation: str | None):
     """`launch` where it is asked for, else `refer`; both take `arrays`, and `launch` the platform.
 
-    The kernels have not run on a GPU yet, so `implementation=None` does not choose them.
+    The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet.
     """
     # Of the forward pass nothing is kept but its inputs.
     refer = jax.checkpoint(refer)

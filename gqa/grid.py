@@ -17,7 +17,7 @@ Blocks are counted from the first key that a row may see, so a window of 128 key
     t = 1             x x x x
     block           0 0 0 0 1
 
-Functions of positions are integer arithmetic and serve Python ints, numpy arrays and traced values.
+Functions of positions are integer arithmetic: tests call them with ints, kernels with what they have read.
 """
 
 import dataclasses

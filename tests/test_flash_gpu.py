@@ -1,4 +1,4 @@
-"""The flash attention kernels on a GPU: shapes of published models against float64, in slices of heads and rows."""
+"""The flash attention kernels on a GPU: published shapes against float64, some heads and some rows of each."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The kernels of grouped-query attention on a GPU: shapes of published models against float64, in slices of heads and
+"""The kernels of grouped-query attention on a GPU: published shapes against float64, some heads and some rows."""
 rows; every size, dtype and block of the other shapes."""
 
 from functools import partial
