@@ -1,4 +1,4 @@
-"""The kernels of grouped-query attention on a GPU: published shapes against float64, some heads and some rows."""
+"""The kernels of grouped-query attention on a GPU: published shapes against float64, of which some heads and some
 rows; every size, dtype and block of the other shapes."""
 
 from functools import partial
