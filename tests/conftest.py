@@ -5,10 +5,20 @@ import jax
 # jax >= 0.11 imports this on the first interpret-mode lowering, which adds a trace-context entry: every function
 # traced before would be traced once more, and tests that count traces would fail.
 import jax.experimental.pallas.fuser
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The programs of the suite run for milliseconds and compile for seconds.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_given_back():
+    """After each file. XLA maps memory for each program that it compiles, and a process has room for 65530 maps (Linux's
+    default): thousands of programs end in a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config, items):
