@@ -14,8 +14,10 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_given_back():
-    """After each file. XLA maps memory for each program that it compiles, and a process has room for 65530 maps (Linux's
-    default): thousands of programs end in a segmentation fault.
+    """After each file.
+
+    XLA maps memory for each program that it compiles, and a process has room for 65530 maps (Linux's default):
+    thousands of programs end in a segmentation fault.
     """
     yield
     jax.clear_caches()
