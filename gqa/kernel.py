@@ -107,7 +107,8 @@ def results_of(state: Softmax, c: float, sink, there, target):
     m, l, o = state
     if sink is not None:
         # As `exponent_of`, in natural units; a weight is a fused multiply-add like those of the keys.
-        sink = jnp.minimum(jnp.broadcast_to(sink.astype(jnp.float32), m.shape), LARGEST_LOGIT)
+        given = jnp.broadcast_to(sink.astype(jnp.float32), m.shape)
+        sink = jnp.minimum(given, LARGEST_LOGIT)
         large = jnp.abs(sink * LOG2_E) >= LARGE_EXPONENT
         unit = jnp.where(large, LOG2_E * (power_of_two_from(c) / c), LOG2_E)
         m_new = jnp.maximum(m, sink * unit)
@@ -115,7 +116,9 @@ def results_of(state: Softmax, c: float, sink, there, target):
         m, l, o = m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o]
     if there is not None:
         l, o = jnp.where(there, l, 0.0), [jnp.where(there[:, None], x, 0.0) for x in o]
-    return finish(Softmax(m, l, o), c)
+    o, lse = finish(Softmax(m, l, o), c)
+    # Beside a sink that large nothing else weighs anything.
+    return o, lse if sink is None else jnp.where((given > LARGEST_LOGIT) & (l > 0), given, lse)
 
 
 def prefill_body(ins, outs, *, p: Problem, scale, target):
