@@ -63,23 +63,28 @@ def _known(algorithm: str) -> str:
     return algorithm
 
 
-def _gated_delta_rows(arch: str):
-    """(dtype, row) of the table. fp32 on gfx11 and gfx12 has no row: README's limits say what it costs there."""
-    from gated_delta import tuning
-
+def _rows(tuning, arch: str):
+    """(dtype, row) of a tuning table. fp32 on gfx11 and gfx12 has no row: README's limits say what it costs there."""
     for dtype in DTYPES:
         for row in tuning.ROWS:
             if (row.architecture, row.itemsize) == (arch, jnp.dtype(dtype).itemsize):
                 yield dtype, row
 
 
+def _work(fn: Callable, arch: str, kind: str, label: str, row, keywords: dict) -> Work:
+    """`fn` with a row of its table; `kind` tells it from the other works of the function."""
+    keywords = keywords | {"config": row.config}
+    return Work(f"{fn.__name__} {kind}", label, fn, arch, (), keywords, row=str(row.config), reason=row.reason)
+
+
 def _gated_delta_works(arch: str) -> list[Work]:
     import gated_delta
+    from gated_delta import tuning
 
     # A layer of Qwen3-Next: 16 key heads, 32 value heads, all of size 128.
     B, T, G, H, K, V = 1, 4096, 16, 32, 128, 128
     found = []
-    for dtype, row in _gated_delta_rows(arch):
+    for dtype, row in _rows(tuning, arch):
         for fn, tokens in (
             (gated_delta.chunk_gated_delta_rule, T),
             (gated_delta.recurrent_gated_delta_rule, 1),
@@ -92,27 +97,17 @@ def _gated_delta_works(arch: str) -> list[Work]:
                 "beta": jax.ShapeDtypeStruct((B, tokens, H), "float32"),
                 "initial_state": jax.ShapeDtypeStruct((B, H, K, V), "float32"),
                 "output_final_state": True,
-                "config": row.config,
             }
-            work = Work(
-                name=f"{fn.__name__} {dtype}",
-                label=f"B={B} T={tokens} G={G} H={H} K={K} V={V}",
-                fn=fn,
-                arch=arch,
-                shapes=(),
-                keywords=keywords,
-                row=str(row.config),
-                reason=row.reason,
-            )
-            found.append(work)
+            found.append(_work(fn, arch, dtype, f"B={B} T={tokens} G={G} H={H} K={K} V={V}", row, keywords))
     return found
 
 
 def _gated_delta_checks(arch: str) -> list[Check]:
     import gated_delta
+    from gated_delta import tuning
 
     found = []
-    for dtype, row in _gated_delta_rows(arch):
+    for dtype, row in _rows(tuning, arch):
         # The shipped row but for the window: two chunks, so that a small case crosses a boundary.
         config = dataclasses.replace(row.config, window_chunks=2)
         found += [
@@ -148,49 +143,35 @@ def _gated_delta_check(fn: Callable, arch: str, dtype: str, tokens: int, config)
 FLASH_KINDS = ("full", "causal", "split")
 
 
-def _flash_rows(arch: str):
-    """(dtype, K, V, row) of the table, at the largest heads that a row is for. fp32 on gfx11 and gfx12 has no row."""
-    from flash import tuning
-
-    for dtype in DTYPES:
-        for row in tuning.ROWS:
-            if (row.architecture, row.itemsize) == (arch, jnp.dtype(dtype).itemsize):
-                yield dtype, row.head_size, min(row.head_size, tuning.LARGEST_VALUE_SIZE), row
-
-
 def _flash_works(arch: str) -> list[Work]:
     import flash
+    from flash import tuning
 
     B, H, G = 1, 16, 16
     found = []
-    for dtype, K, V, row in _flash_rows(arch):
+    for dtype, row in _rows(tuning, arch):
+        K, V = row.head_size, min(row.head_size, tuning.LARGEST_VALUE_SIZE)
         for kind in FLASH_KINDS:
             T, S = (16, 8192) if kind == "split" else (4096, 4096)
-            work = Work(
-                name=f"flash_attention {dtype} K={K} {kind}",
-                label=f"B={B} T={T} S={S} H={H} G={G} V={V}",
-                fn=flash.flash_attention,
-                arch=arch,
-                shapes=(),
-                keywords={
-                    "q": jax.ShapeDtypeStruct((B, T, H, K), dtype),
-                    "k": jax.ShapeDtypeStruct((B, S, G, K), dtype),
-                    "v": jax.ShapeDtypeStruct((B, S, G, V), dtype),
-                    "causal": kind == "causal",
-                    "implementation": "pallas",
-                    "config": row.config,
-                },
-                row=str(row.config),
-                reason=row.reason,
-            )
-            found.append(work)
+            keywords = {
+                "q": jax.ShapeDtypeStruct((B, T, H, K), dtype),
+                "k": jax.ShapeDtypeStruct((B, S, G, K), dtype),
+                "v": jax.ShapeDtypeStruct((B, S, G, V), dtype),
+                "causal": kind == "causal",
+                "implementation": "pallas",
+            }
+            label = f"B={B} T={T} S={S} H={H} G={G} V={V}"
+            found.append(_work(flash.flash_attention, arch, f"{dtype} K={K} {kind}", label, row, keywords))
     return found
 
 
 def _flash_checks(arch: str) -> list[Check]:
     """Two blocks of queries, masked and mask-free tiles; or few queries whose keys are split three ways."""
+    from flash import tuning
+
     found = []
-    for dtype, K, V, row in _flash_rows(arch):
+    for dtype, row in _rows(tuning, arch):
+        K, V = row.head_size, min(row.head_size, tuning.LARGEST_VALUE_SIZE)
         block_q, block_k = row.config.block_q, row.config.block_k
         for kind, T, S in (
             ("causal", block_q + 5, block_q + block_k + 9),
@@ -214,55 +195,38 @@ def _flash_check(arch: str, dtype: str, kind: str, T: int, S: int, K: int, V: in
     return _attention_check(name, arch, dtype, fn, partial(reference.dense, causal=case.causal), arguments)
 
 
-def _gqa_rows(arch: str):
-    """(dtype, row) of the table. fp32 on gfx11 and gfx12 has no row."""
-    from gqa import tuning
-
-    for dtype in DTYPES:
-        for row in tuning.ROWS:
-            if (row.architecture, row.itemsize) == (arch, jnp.dtype(dtype).itemsize):
-                yield dtype, row
-
-
 def _gqa_works(arch: str) -> list[Work]:
     """A chunk of a prompt, or one row, behind 8192 keys."""
     import gqa
+    from gqa import tuning
 
     B, H, G = 1, 64, 8
     found = []
-    for dtype, row in _gqa_rows(arch):
+    for dtype, row in _rows(tuning, arch):
         size, T = row.head_size, 1 if row.kernel == "rows" else 512
         S = 8192 + T
-        work = Work(
-            name=f"grouped_query_attention {dtype} K={size} {row.kernel}",
-            label=f"B={B} T={T} S={S} H={H} G={G} V={size}",
-            fn=gqa.grouped_query_attention,
-            arch=arch,
-            shapes=(),
-            keywords={
-                "q": jax.ShapeDtypeStruct((B, T, H, size), dtype),
-                "k": jax.ShapeDtypeStruct((B, S, G, size), dtype),
-                "v": jax.ShapeDtypeStruct((B, S, G, size), dtype),
-                "sinks": jax.ShapeDtypeStruct((H,), "float32"),
-                "window": 128 if row.kernel == "prefill_window" else None,
-                "implementation": "pallas",
-                "config": row.config,
-            },
-            row=str(row.config),
-            reason=row.reason,
-        )
-        found.append(work)
+        keywords = {
+            "q": jax.ShapeDtypeStruct((B, T, H, size), dtype),
+            "k": jax.ShapeDtypeStruct((B, S, G, size), dtype),
+            "v": jax.ShapeDtypeStruct((B, S, G, size), dtype),
+            "sinks": jax.ShapeDtypeStruct((H,), "float32"),
+            "window": 128 if row.kernel == "prefill_window" else None,
+            "implementation": "pallas",
+        }
+        kind, label = f"{dtype} K={size} {row.kernel}", f"B={B} T={T} S={S} H={H} G={G} V={size}"
+        found.append(_work(gqa.grouped_query_attention, arch, kind, label, row, keywords))
     return found
 
 
 def _gqa_checks(arch: str) -> list[Check]:
     """Two tiles of rows behind a few keys, or two rows of three heads over three blocks of keys; with sinks."""
     import gqa
+    from gqa import tuning
     from references import cases
     from references import gqa as reference
 
     found = []
-    for dtype, row in _gqa_rows(arch):
+    for dtype, row in _rows(tuning, arch):
         config, size, block_k = row.config, row.head_size, row.config.block_k
         if row.kernel == "rows":
             config = dataclasses.replace(config, block_keys=2 * block_k)

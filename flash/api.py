@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.core import Tracer
+from jax import Array
 from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
+from amdgpu.launch import by_platform
 from flash import grid, kernel
+from flash.arguments import check_broadcastable, check_numbers, is_known, refuse, static_number
 from flash.tuning import LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE, Config, default_config, default_splits
 from references import flash as reference
 
@@ -104,10 +105,10 @@ def flash_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    options = _Options(bool(causal), _static(scale), _static(softcap), bool(return_lse))
+    options = _Options(bool(causal), static_number(scale), static_number(softcap), bool(return_lse))
     _check_implementation(implementation, ("pallas", "reference"))
     if config is not None and not isinstance(config, Config):
-        _refuse("config", repr(config), "a flash.Config or None")
+        refuse("config", repr(config), "a flash.Config or None")
     return _flash_attention(_check_flash(arrays, options), options, implementation, config)
 
 
@@ -188,7 +189,8 @@ def dot_product_attention(
     window = None
     if local_window_size is not None:
         # Beyond 2^30 neither side reaches further, and positions plus a side stay int32.
-        window = tuple(int(w) for w in np.clip(np.broadcast_to(local_window_size, 2).tolist(), -(2**30), 2**30))
+        left, right = np.clip(np.broadcast_to(local_window_size, 2).tolist(), -(2**30), 2**30).tolist()
+        window = left, right
     # A Python number is static.
     static_scale = float(scale) if isinstance(scale, numbers.Real) else None
     if static_scale is not None:
@@ -276,17 +278,7 @@ def _run(arrays: dict, q, k, v, mask, refer: Callable, launch: Callable, impleme
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
     if implementation != "pallas" or 0 in (q.size, k.size):
         return refer(arrays)
-
-    @jax.custom_jvp
-    def differentiable(arrays):
-        branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
-        return lax.platform_dependent(arrays, **branches, cpu=functools.partial(launch, platform=None))
-
-    @differentiable.defjvp
-    def derivative(primals, tangents):
-        return differentiable(*primals), jax.jvp(refer, primals, tangents)[1]
-
-    return differentiable(arrays)
+    return by_platform(arrays, refer, launch)
 
 
 def _obstacle(q, k, v, mask) -> str | None:
@@ -340,9 +332,6 @@ def _pallas(
         operands[name] = operands[name].astype(jnp.float32).reshape(1)
     config = config or default_config(architecture, dtype, K, V)
     grid.check_order(config.order, H, xcds(architecture))
-    for name in operands.keys() & {"kv_lengths", "query_lengths"}:
-        # Known at run time only: what is below 0 hides all, and may not wrap.
-        operands[name] = jnp.maximum(operands[name], 0)
     problem = grid.Problem(
         *(B, T, S, H, G, K, V, dtype, config, xcds(architecture)),
         **positions._asdict(),
@@ -362,29 +351,20 @@ def _pallas(
         return kernel.attention(problem, operands, scale=scale, target=target)
 
 
-def _refuse(name: str, got, allowed: str):
-    raise ValueError(f"{name} must be {allowed}, got {got}")
-
-
 def _check_implementation(implementation, allowed: tuple[str, ...]):
     if implementation is not None and implementation not in allowed:
-        _refuse("implementation", repr(implementation), f"None or one of {', '.join(map(repr, allowed))}")
+        refuse("implementation", repr(implementation), f"None or one of {', '.join(map(repr, allowed))}")
 
 
 def _check_flash(arrays: dict, options: _Options) -> dict:
     known = arrays["kv_lengths"]
     arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
     B, T, H, S = _check_qkv(("q", "k", "v"), [arrays[name] for name in "qkv"], (4,), DTYPES + FP8_DTYPES)
-    _check_broadcastable("bias", arrays["bias"], (B, H, T, S))
-    for name in ("scale", "softcap"):
-        value = getattr(options, name)
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            _refuse(name, repr(value), "None or a finite Python number (it is static)")
-    if options.softcap is not None and not 0 < options.softcap < float("inf"):
-        _refuse("softcap", options.softcap, "None, or > 0 and finite")
+    check_broadcastable("bias", arrays["bias"], (B, H, T, S))
+    check_numbers(options.scale, options.softcap)
     if (arrays["q_segment_ids"] is None) != (arrays["kv_segment_ids"] is None):
         absent = "q_segment_ids" if arrays["q_segment_ids"] is None else "kv_segment_ids"
-        _refuse(absent, "None", "given where the other segment ids are")
+        refuse(absent, "None", "given where the other segment ids are")
     for name, shape, axes in (
         ("q_segment_ids", (B, T), "[B, T]"),
         ("kv_segment_ids", (B, S), "[B, S]"),
@@ -395,7 +375,7 @@ def _check_flash(arrays: dict, options: _Options) -> dict:
     for name in ("q_scale", "k_scale", "v_scale"):
         x = arrays[name]
         if x is not None and (x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating)):
-            _refuse(name, f"{x.dtype.name} {x.shape}", "a float scalar")
+            refuse(name, f"{x.dtype.name} {x.shape}", "a float scalar")
     return arrays
 
 
@@ -404,17 +384,17 @@ def _check_dot_product(arrays: dict, window) -> dict:
     arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
     names = ("query", "key", "value")
     B, T, H, S = _check_qkv(names, [arrays[name] for name in names], (3, 4), DTYPES)
-    _check_broadcastable("bias", arrays["bias"], (B, H, T, S))
-    _check_broadcastable("mask", arrays["mask"], (B, H, T, S), kind=jnp.bool_)
+    check_broadcastable("bias", arrays["bias"], (B, H, T, S))
+    check_broadcastable("mask", arrays["mask"], (B, H, T, S), kind=jnp.bool_)
     if arrays["scale"] is not None and arrays["scale"].shape != ():
-        _refuse("scale", f"shape {arrays['scale'].shape}", "None or a scalar")
+        refuse("scale", f"shape {arrays['scale'].shape}", "None or a scalar")
     for name, lengths in known.items():
         arrays[name] = _checked_integers(name, arrays[name], (B,), "[B]")
         # jax.nn takes lengths beyond the end for the end.
         _check_range(name, lengths, np.iinfo(np.int32).max)
     sizes = window if isinstance(window, tuple | list) else (window, window)
     if window is not None and not (len(sizes) == 2 and all(isinstance(w, numbers.Integral) for w in sizes)):
-        _refuse("local_window_size", repr(window), "None, an int or a pair of ints")
+        refuse("local_window_size", repr(window), "None, an int or a pair of ints")
     return arrays
 
 
@@ -423,51 +403,36 @@ def _check_qkv(names, arrays, ranks, dtypes) -> tuple[int, int, int, int]:
     for name, x in zip(names, arrays, strict=True):
         if x.ndim not in ranks:
             allowed = "[batch, tokens, heads, size]" + (" or [tokens, heads, size]" if 3 in ranks else "")
-            _refuse(name, f"shape {x.shape}", allowed)
+            refuse(name, f"shape {x.shape}", allowed)
         if x.dtype.name not in dtypes:
-            _refuse(name, x.dtype.name, f"one of {', '.join(dtypes)}")
+            refuse(name, x.dtype.name, f"one of {', '.join(dtypes)}")
         if x.dtype != arrays[0].dtype:
-            _refuse(name, x.dtype.name, f"of {names[0]}'s dtype {arrays[0].dtype.name}")
+            refuse(name, x.dtype.name, f"of {names[0]}'s dtype {arrays[0].dtype.name}")
         if 0 in x.shape[-2:]:
-            _refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
+            refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
     q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
     (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
     if k.shape[0] != B or k.shape[3] != K:
-        _refuse(names[1], f"shape {k.shape}", f"[B, S, G, K] with {names[0]}'s B = {B} and K = {K}")
+        refuse(names[1], f"shape {k.shape}", f"[B, S, G, K] with {names[0]}'s B = {B} and K = {K}")
     if v.shape[:3] != k.shape[:3]:
-        _refuse(names[2], f"shape {v.shape}", f"[B, S, G, V] with {names[1]}'s B, S, G = {k.shape[:3]}")
+        refuse(names[2], f"shape {v.shape}", f"[B, S, G, V] with {names[1]}'s B, S, G = {k.shape[:3]}")
     if H % G:
-        _refuse(names[0], f"H = {H} heads", f"of a multiple of {names[1]}'s G = {G} heads")
+        refuse(names[0], f"H = {H} heads", f"of a multiple of {names[1]}'s G = {G} heads")
     return B, T, H, S
-
-
-def _check_broadcastable(name, x, shape, kind=jnp.floating):
-    if x is None:
-        return
-    if not jnp.issubdtype(x.dtype, kind):
-        _refuse(name, x.dtype.name, "bool" if kind is jnp.bool_ else "of a float dtype")
-    padded = (1,) * (4 - x.ndim) + x.shape
-    if x.ndim > 4 or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
-        _refuse(name, f"shape {x.shape}", f"broadcastable to [B, H, T, S] = {shape}")
 
 
 def _checked_integers(name, x, shape, axes):
     if x is None:
         return None
     if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
-        _refuse(name, f"{x.dtype.name} {x.shape}", f"integers {axes} = {shape}")
+        refuse(name, f"{x.dtype.name} {x.shape}", f"integers {axes} = {shape}")
     return x.astype(jnp.int32)
-
-
-def _static(x):
-    """A number as a Python float: others, of a strong dtype, would not promote."""
-    return float(x) if isinstance(x, numbers.Real) else x
 
 
 def _check_range(name, x, most):
     """Refuses lengths outside of 0 to most, where their values are known."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
+    if not is_known(x):
         return
     x = np.asarray(0 if x is None else x, np.int64)
     if np.any((x < 0) | (x > most)):
-        _refuse(name, x.tolist(), f"between 0 and {most}")
+        refuse(name, x.tolist(), f"between 0 and {most}")

@@ -293,7 +293,7 @@ class Plan:
 
 def plan_forward(p: Problem) -> Plan:
     """One workgroup for each (b, h, query block): reads its rows of q, all keys and values of its KV head."""
-    results = _results(p)
+    results = result_shapes(p, p.out_dtype)
     return Plan(
         grid=(p.batch * p.heads * p.blocks,),
         in_specs=_operand_specs(p),
@@ -331,7 +331,7 @@ def plan_merge(p: Problem) -> Plan:
 
         return pl.BlockSpec((p.splits, None, p.queries, None, *shape[4:]), place)
 
-    results = _results(p)
+    results = result_shapes(p, p.out_dtype)
     return Plan(
         grid=(p.batch * p.heads * p.blocks,),
         in_specs={name: of_all_splits(buffer.shape) for name, buffer in partials(p).items()} | _factor_specs(p),
@@ -346,15 +346,20 @@ def merge_program(program, p: Problem):
 
 
 def partials(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
-    """What each split leaves for the merge, in fp32: maximum, sum and output of its keys."""
-    rows = (p.splits, p.batch, p.queries, p.heads)
-    shapes = {"m": rows, "l": rows, "o": (*rows, p.value_size)}
+    """What each split leaves for the merge."""
+    return softmax_buffers((p.splits, p.batch, p.queries, p.heads), p.value_size)
+
+
+def softmax_buffers(rows: tuple[int, ...], value_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """An online softmax over some of the keys, in fp32: maximum, sum and output."""
+    shapes = {"m": rows, "l": rows, "o": (*rows, value_size)}
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
-def _results(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
+def result_shapes(p, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """o in `dtype`, and lse where p asks for it."""
     rows = (p.batch, p.queries, p.heads)
-    results = {"o": jax.ShapeDtypeStruct((*rows, p.value_size), p.out_dtype)}
+    results = {"o": jax.ShapeDtypeStruct((*rows, p.value_size), dtype)}
     if p.returns_lse:
         results["lse"] = jax.ShapeDtypeStruct(rows, jnp.float32)
     return results

@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from amdgpu.launch import vary_alike
 from flash import grid
 from flash.grid import Problem
 
@@ -135,6 +136,24 @@ def empty_softmax(rows: int, parts: list[Axis]) -> Softmax:
     return Softmax(jnp.full(rows, LOWEST_EXPONENT, jnp.float32), jnp.zeros(rows, jnp.float32), o)
 
 
+def logits(p, q, k, factor, precision):
+    """q k^T, summed over the parts of a head; times `factor` and capped where p has them in natural units."""
+    s = functools.reduce(jnp.add, (dot(x, y.T, precision) for x, y in zip(q, k, strict=True)))
+    if p.softcap is not None:
+        return p.softcap * jnp.tanh(s * (factor / p.softcap))
+    return s * factor if p.natural_logits else s
+
+
+def walk(step, cuts, state: Softmax) -> Softmax:
+    """`step(tile, state, masked)` over the tiles of keys of `key_tiles`: masked, free of masks, masked."""
+    start, free_start, free_stop, stop = cuts
+    for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
+        # A loop that is known never to run is not there.
+        if not (lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo == hi)):
+            state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
+    return state
+
+
 def with_bias(s, bias):
     """s + bias, finite where that is not NaN. (A maximum would drop NaN on AMD.)"""
     s = s + bias
@@ -240,8 +259,9 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     `outs` are results where there is one split, else the split's m, l and o for the merge.
     """
     _, _, block, split = grid.workgroup(pl.program_id(0), p)
-    length = ins["kv_lengths"][0] if "kv_lengths" in ins else p.keys
-    rows_end = jnp.minimum(ins["query_lengths"][0], p.queries) if "query_lengths" in ins else p.queries
+    # Run-time lengths below 0 hide all, and may not wrap.
+    length = jnp.maximum(ins["kv_lengths"][0], 0) if "kv_lengths" in ins else p.keys
+    rows_end = jnp.clip(ins["query_lengths"][0], 0, p.queries) if "query_lengths" in ins else p.queries
     first, end = grid.keys_of_block(p, block, length, rows_end)
     rows, stored_rows = query_axes(p, block, rows_end)
     features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
@@ -261,12 +281,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
         # In the place of keys that no row sees stands one that a row sees: it exists, and is finite.
         keys = Axis(jnp.minimum(j if p.left is None else jnp.maximum(j, first), end - 1) if masked else j, None)
         k = [load_tile(ins["k"], keys, part).astype(p.product_dtype) for part in features]
-        s = functools.reduce(jnp.add, (dot(x, y.T, precision) for x, y in zip(q, k, strict=True)))
-        bias = None
-        if p.softcap is not None:
-            s = p.softcap * jnp.tanh(s * (factor / p.softcap))
-        elif p.natural_logits:
-            s = s * factor
+        s, bias = logits(p, q, k, factor, precision), None
         if p.bias is not None:
             bias = load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
             s = with_bias(s, bias)
@@ -279,11 +294,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
         return softmax_step(state, s, v, c=c, target=target, precision=precision)
 
     state = empty_softmax(p.block_q, values)
-    start, free_start, free_stop, stop = grid.key_tiles(p, block, split, length, rows_end)
-    for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
-        # A loop that is known never to run is not there.
-        if not (lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo == hi)):
-            state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
+    state = walk(step, grid.key_tiles(p, block, split, length, rows_end), state)
 
     if "query_lengths" in ins:
         there = stored_rows.index < rows_end
@@ -342,11 +353,6 @@ def call(body, name, plan: grid.Plan, operands: dict, *, num_warps, num_stages, 
     )({n: operands[n] for n in plan.in_specs})
 
 
-def vary(x, axes):
-    missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
 def attention(p: Problem, operands: dict, *, scale, target):
     """One launch, or two where several workgroups share a query block.
 
@@ -360,9 +366,7 @@ def attention(p: Problem, operands: dict, *, scale, target):
     Returns:
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
-    # Under shard_map results vary over the mesh axes that any operand varies over.
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
-    operands = {name: vary(x, axes) for name, x in operands.items()}
+    operands = vary_alike(operands)
     body, merge = (functools.partial(f, p=p, scale=scale, target=target) for f in (forward_body, merge_body))
     order = p.config.order
     launch = functools.partial(call, num_warps=p.num_warps, num_stages=p.config.num_stages, interpret=target is None)

@@ -9,6 +9,17 @@ from amdgpu.arch import ARCHITECTURES
 ORDERS = ("block_first", "head_first", "swizzled_head_first", "kv_group_first")
 
 
+def check_tiles(config) -> None:
+    """Of a Config of attention: the tiles, the warps and the stages."""
+    for name in ("block_q", "block_k", "head_tile"):
+        if getattr(config, name) not in (16, 32, 64, 128, 256):
+            raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {getattr(config, name)!r}")
+    if config.num_warps not in (1, 2, 4, 8, 16):
+        raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {config.num_warps!r}")
+    if not isinstance(config.num_stages, int) or config.num_stages < 1:
+        raise ValueError(f"num_stages must be an int >= 1, got {config.num_stages!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Static shape of one attention call.
@@ -35,13 +46,7 @@ class Config:
     order: str = "kv_group_first"
 
     def __post_init__(self):
-        for name in ("block_q", "block_k", "head_tile"):
-            if getattr(self, name) not in (16, 32, 64, 128, 256):
-                raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {getattr(self, name)!r}")
-        if self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps!r}")
-        if not isinstance(self.num_stages, int) or self.num_stages < 1:
-            raise ValueError(f"num_stages must be an int >= 1, got {self.num_stages!r}")
+        check_tiles(self)
         if self.splits is not None and not (isinstance(self.splits, int) and 1 <= self.splits <= 64):
             raise ValueError(f"splits must be None or an int from 1 to 64, got {self.splits!r}")
         if self.order not in ORDERS:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from amdgpu.arch import current_arch
+from amdgpu.launch import by_platform
 from gated_delta import decode, grid, kernel
 from gated_delta.tuning import Config, default_config
 from references import gated_delta as reference
@@ -262,19 +263,8 @@ def _run(arrays: dict, options: _Options, phase: str) -> tuple[Array, Array | No
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
     if implementation == "reference" or K > LARGEST_KEY_SIZE or _is_empty(arrays):
         return refer(arrays)
-    other = {"default": refer} if implementation is None else {"cpu": functools.partial(launch, platform=None)}
-
-    @jax.custom_jvp
-    def differentiable(arrays):
-        branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
-        return lax.platform_dependent(arrays, **branches, **other)
-
-    @differentiable.defjvp
-    def derivative(primals, tangents):
-        # Of the forward pass nothing is kept but its inputs: the reference is computed again from them.
-        return differentiable(*primals), jax.jvp(jax.checkpoint(refer), primals, tangents)[1]
-
-    return differentiable(arrays)
+    # For derivatives nothing of the forward pass is kept but its inputs: the reference is computed again from them.
+    return by_platform(arrays, jax.checkpoint(refer), launch, default=refer if implementation is None else None)
 
 
 def _is_empty(arrays: dict) -> bool:

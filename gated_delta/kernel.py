@@ -33,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from amdgpu.launch import vary_alike
 from gated_delta import grid
 from gated_delta.grid import Problem
 from gated_delta.inverse import blocks_body, solve_body
@@ -290,17 +291,6 @@ def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
 def empty(shape, dtype):
     """A buffer for kernels to fill. jax 0.10 takes `lax.empty` for batched under vmap, which breaks forward mode."""
     return lax.empty(shape, dtype) if jax.__version_info__ >= (0, 11) else jnp.zeros(shape, dtype)
-
-
-def vary_alike(operands: dict) -> dict:
-    """Under shard_map: each operand made to vary over every mesh axis that one of them varies over."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
-
-    def widen(x):
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return {name: widen(x) for name, x in operands.items()}
 
 
 def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):

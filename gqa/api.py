@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import numbers
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,11 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.core import Tracer
+from jax import Array
 from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
+from amdgpu.launch import by_platform
+from flash.arguments import check_broadcastable, check_numbers, is_known, refuse, static_number
 from gqa import decode, grid, kernel
 from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
 from references import gqa as reference
@@ -91,7 +91,7 @@ def grouped_query_attention(
     """
     arrays = dict(q=q, k=k, v=v, past=past, lengths=lengths, sinks=sinks, bias=bias)
     window = int(window) if isinstance(window, numbers.Integral) else window
-    options = Options(window, _static(softcap), _static(scale), bool(causal), bool(return_lse))
+    options = Options(window, static_number(softcap), static_number(scale), bool(causal), bool(return_lse))
     return attend(arrays, options, implementation, config)
 
 
@@ -128,17 +128,17 @@ def append_kv(
     cache_k, cache_v, k_new, v_new, past = map(jnp.asarray, (cache_k, cache_v, k_new, v_new, past))
     if cache_k.ndim != 4 or k_new.ndim != 4:
         name, x = ("cache_k", cache_k) if cache_k.ndim != 4 else ("k_new", k_new)
-        _refuse(name, f"shape {x.shape}", "[B, tokens, G, K], of rank 4")
+        refuse(name, f"shape {x.shape}", "[B, tokens, G, K], of rank 4")
     (B, S, G), T = cache_k.shape[:3], k_new.shape[1]
     for name, cache, new in (("k", cache_k, k_new), ("v", cache_v, v_new)):
         if cache.shape[:-1] != (B, S, G):
-            _refuse(f"cache_{name}", f"shape {cache.shape}", f"[B, S, G, size] with B, S, G = {(B, S, G)}")
+            refuse(f"cache_{name}", f"shape {cache.shape}", f"[B, S, G, size] with B, S, G = {(B, S, G)}")
         if new.shape != (B, T, G, cache.shape[-1]):
-            _refuse(f"{name}_new", f"shape {new.shape}", f"[B, T, G, size] = {(B, T, G, cache.shape[-1])}")
+            refuse(f"{name}_new", f"shape {new.shape}", f"[B, T, G, size] = {(B, T, G, cache.shape[-1])}")
         if not jnp.issubdtype(cache.dtype, jnp.floating):
-            _refuse(f"cache_{name}", cache.dtype.name, "of a float dtype")
+            refuse(f"cache_{name}", cache.dtype.name, "of a float dtype")
         if new.dtype != cache.dtype:
-            _refuse(f"{name}_new", new.dtype.name, f"of cache_{name}'s dtype {cache.dtype.name}")
+            refuse(f"{name}_new", new.dtype.name, f"of cache_{name}'s dtype {cache.dtype.name}")
     past = _checked_past(past, B)
     lengths = None if lengths is None else _checked_lengths(jnp.asarray(lengths), B)
     _check_fits(*known, T, S)
@@ -163,15 +163,16 @@ def attend(
     With `heads_first` k and v are `[B, G, S, size]`.
     """
     if implementation not in (None, "pallas", "reference"):
-        _refuse("implementation", repr(implementation), "None, 'pallas' or 'reference'")
+        refuse("implementation", repr(implementation), "None, 'pallas' or 'reference'")
     if config is not None and not isinstance(config, Config):
-        _refuse("config", repr(config), "a gqa.Config or None")
+        refuse("config", repr(config), "a gqa.Config or None")
     return _attend(_check(arrays, options, heads_first), options, implementation, config, heads_first)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _attend(arrays: dict, options: Options, implementation: str | None, config: Config | None, heads_first: bool):
-    # Known at run time only: within these no sum of positions wraps, and what they see is the same.
+    # Known at run time only: within these no sum of positions wraps, and what they see is the same. Not in the kernel,
+    # where it costs gfx1151 the registers that keep scratch memory out of its loops.
     for name, lowest in (("past", -(2**29)), ("lengths", 0)):
         if arrays[name] is not None:
             arrays = arrays | {name: jnp.clip(arrays[name], lowest, 2**29)}
@@ -205,17 +206,7 @@ def _run(arrays: dict, refer: Callable, launch: Callable, implementation: str | 
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
     if implementation != "pallas" or 0 in (q.size, k.size):
         return refer(arrays)
-
-    @jax.custom_jvp
-    def differentiable(arrays):
-        branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
-        return lax.platform_dependent(arrays, **branches, cpu=functools.partial(launch, platform=None))
-
-    @differentiable.defjvp
-    def derivative(primals, tangents):
-        return differentiable(*primals), jax.jvp(refer, primals, tangents)[1]
-
-    return differentiable(arrays)
+    return by_platform(arrays, refer, launch)
 
 
 def _obstacle(q, v) -> str | None:
@@ -244,7 +235,7 @@ def _pallas(
             operands[name] = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
     architecture = current_arch()
     dtype = operands["q"].dtype
-    reach = S if options.window is None else min(S, options.window + T - 1)
+    reach = grid.reach(S, T, options.window)
     packed = uses_rows_kernel(T * (H // G), reach)
     which = "rows" if packed else "prefill" if options.window is None else "prefill_window"
     if config is None:
@@ -281,15 +272,6 @@ def _keys_and_heads(cache, heads_first: bool):
     return cache.shape[2:0:-1] if heads_first else cache.shape[1:3]
 
 
-def _static(x):
-    """A number as a Python float: others, of a strong dtype, would not promote."""
-    return float(x) if isinstance(x, numbers.Real) else x
-
-
-def _refuse(name: str, got, allowed: str):
-    raise ValueError(f"{name} must be {allowed}, got {got}")
-
-
 def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
     """Returns the arrays as jax arrays; raises ValueError naming the argument."""
     known = arrays["past"], arrays["lengths"]
@@ -297,43 +279,33 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
     q, k, v, past, lengths, sinks, bias = (arrays[name] for name in ("q", "k", "v", "past", "lengths", "sinks", "bias"))
     for name, x, axes in (("q", q, "[B, T, H, K]"), ("k", k, "[B, S, G, K]"), ("v", v, "[B, S, G, V]")):
         if x.ndim != 4:
-            _refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
+            refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
         if x.dtype.name not in DTYPES:
-            _refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
+            refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
         if 0 in x.shape[2:]:
-            _refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
+            refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
     if k.dtype != q.dtype and not (q.dtype == jnp.float32 and k.dtype.itemsize == 2):
-        _refuse("k", k.dtype.name, f"of q's dtype {q.dtype.name}, or 16-bit where q is float32")
+        refuse("k", k.dtype.name, f"of q's dtype {q.dtype.name}, or 16-bit where q is float32")
     if v.dtype != k.dtype:
-        _refuse("v", v.dtype.name, f"of k's dtype {k.dtype.name}")
+        refuse("v", v.dtype.name, f"of k's dtype {k.dtype.name}")
     (B, T, H, K), (S, G) = q.shape, _keys_and_heads(k, heads_first)
     if k.shape[0] != B or k.shape[3] != K:
-        _refuse("k", f"shape {k.shape}", f"[B, S, G, K] with q's B = {B} and K = {K}")
+        refuse("k", f"shape {k.shape}", f"[B, S, G, K] with q's B = {B} and K = {K}")
     if v.shape[:3] != k.shape[:3]:
-        _refuse("v", f"shape {v.shape}", f"[B, S, G, V] with k's B, S, G = {k.shape[:3]}")
+        refuse("v", f"shape {v.shape}", f"[B, S, G, V] with k's B, S, G = {k.shape[:3]}")
     if H % G:
-        _refuse("q", f"H = {H} heads", f"of a multiple of k's G = {G} heads")
+        refuse("q", f"H = {H} heads", f"of a multiple of k's G = {G} heads")
     if sinks is not None and (sinks.shape != (H,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        _refuse("sinks", f"{sinks.dtype.name} {sinks.shape}", f"floats [H] = {(H,)}")
-    if bias is not None:
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            _refuse("bias", bias.dtype.name, "of a float dtype")
-        shape, padded = (B, H, T, S), (1,) * (4 - bias.ndim) + bias.shape
-        if bias.ndim > 4 or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
-            _refuse("bias", f"shape {bias.shape}", f"broadcastable to [B, H, T, S] = {shape}")
+        refuse("sinks", f"{sinks.dtype.name} {sinks.shape}", f"floats [H] = {(H,)}")
+    check_broadcastable("bias", bias, (B, H, T, S))
     window = options.window
     if window is not None and not (isinstance(window, numbers.Integral) and 1 <= window < 2**31):
-        _refuse("window", repr(window), "None or an int from 1 (itself only) to 2**31 - 1")
-    for name in ("scale", "softcap"):
-        value = getattr(options, name)
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            _refuse(name, repr(value), "None or a finite Python number (it is static)")
-    if options.softcap is not None and not 0 < options.softcap < float("inf"):
-        _refuse("softcap", options.softcap, "None, or > 0 and finite")
+        refuse("window", repr(window), "None or an int from 1 (itself only) to 2**31 - 1")
+    check_numbers(options.scale, options.softcap)
     if past is not None:
         arrays["past"] = _checked_past(past, B)
     elif T > S:
-        _refuse("past", f"None with T = {T} and S = {S}", "given where k holds fewer than T keys")
+        refuse("past", f"None with T = {T} and S = {S}", "given where k holds fewer than T keys")
     if lengths is not None:
         arrays["lengths"] = _checked_lengths(lengths, B)
     _check_fits(S - T if past is None else known[0], known[1], T, S)
@@ -342,25 +314,24 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
 
 def _checked_past(past, B):
     if past.shape not in ((), (B,)) or not jnp.issubdtype(past.dtype, jnp.integer):
-        _refuse("past", f"{past.dtype.name} {past.shape}", f"integers, scalar or [B] = {(B,)}")
+        refuse("past", f"{past.dtype.name} {past.shape}", f"integers, scalar or [B] = {(B,)}")
     return past.astype(jnp.int32)
 
 
 def _checked_lengths(lengths, B):
     if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        _refuse("lengths", f"{lengths.dtype.name} {lengths.shape}", f"integers [B] = {(B,)}")
+        refuse("lengths", f"{lengths.dtype.name} {lengths.shape}", f"integers [B] = {(B,)}")
     return lengths.astype(jnp.int32)
 
 
 def _check_fits(past, lengths, T, S):
     """Refuses what does not fit into the cache, where the values are known."""
-    past_known, known = (not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)) for x in (past, lengths))
     # Sums of the caller's own dtype might wrap.
-    new = np.asarray(T if lengths is None else lengths, np.int64) if known else np.asarray(0)
+    new = np.asarray(T if lengths is None else lengths, np.int64) if is_known(lengths) else np.asarray(0)
     if np.any((new < 0) | (new > T)):
-        _refuse("lengths", new.tolist(), f"between 0 and T = {T}")
-    if not past_known:
+        refuse("lengths", new.tolist(), f"between 0 and T = {T}")
+    if not is_known(past):
         return
     past = np.asarray(past, np.int64)
     if np.any((past < 0) | (past + new > S)):
-        _refuse("past", past.tolist(), f">= 0, with room for the {new.tolist()} new tokens in S = {S} keys")
+        refuse("past", past.tolist(), f">= 0, with room for the {new.tolist()} new tokens in S = {S} keys")

@@ -20,10 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from amdgpu.launch import vary_alike
 from flash.kernel import Axis, Softmax, empty_softmax, exp2, feature_axes, load_tile, store_tile
 from gqa import grid
 from gqa.grid import Problem
-from gqa.kernel import attend, launch, logit_unit, positions, results_of, seen, signed, vary_alike
+from gqa.kernel import attend, launch, logit_unit, positions, results_of, seen, signed
 
 # Elements of the partial outputs that the merge holds at once.
 MERGE_TILE = 8192

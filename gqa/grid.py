@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flash.grid import Plan, greater, group_of, kv_group_first, lesser, tile_size
+from flash.grid import Plan, greater, group_of, kv_group_first, lesser, result_shapes, softmax_buffers, tile_size
 from gqa.tuning import Config
 
 
@@ -91,7 +91,7 @@ class Problem:
     @property
     def reach(self) -> int:
         """The most keys that the T rows of a head see together."""
-        return self.keys if self.window is None else min(self.keys, self.window + self.queries - 1)
+        return reach(self.keys, self.queries, self.window)
 
     @property
     def key_blocks(self) -> int:
@@ -102,6 +102,11 @@ class Problem:
     def natural_logits(self) -> bool:
         """Whether logits are scaled before the softmax, and not inside of its exponent."""
         return self.softcap is not None or self.bias is not None
+
+
+def reach(keys: int, queries: int, window: int | None) -> int:
+    """The most keys that the rows of a head see together."""
+    return keys if window is None else min(keys, window + queries - 1)
 
 
 def keys_of_row(p: Problem, t, past, new):
@@ -214,7 +219,7 @@ def plan_prefill(p: Problem) -> Plan:
         specs["bias"] = _bias_spec(p.bias, None, logits)
     if "sinks" in p.given:
         specs["sinks"] = pl.BlockSpec((1,), lambda program: prefill_program(program, p)[1:2])
-    results = _results(p)
+    results = result_shapes(p, p.dtype)
     out_specs = {"o": pl.BlockSpec((None, p.queries, None, p.value_size), head)}
     if p.returns_lse:
         out_specs["lse"] = pl.BlockSpec((None, p.queries, None), lambda program: head(program)[:3])
@@ -260,7 +265,7 @@ def plan_rows(p: Problem) -> Plan:
     out_specs = {"o": pl.BlockSpec((None, p.queries, r, p.value_size), group)}
     if p.returns_lse:
         out_specs["lse"] = pl.BlockSpec((None, p.queries, r), lambda program: group(program)[:3])
-    return Plan(grid, specs, out_specs, _results(p))
+    return Plan(grid, specs, out_specs, result_shapes(p, p.dtype))
 
 
 def plan_merge(p: Problem) -> Plan:
@@ -286,22 +291,12 @@ def plan_merge(p: Problem) -> Plan:
     out_specs = {"o": pl.BlockSpec((None, None, 1, p.value_size), lambda program: (*head(program), 0))}
     if p.returns_lse:
         out_specs["lse"] = pl.BlockSpec((None, None, 1), head)
-    return Plan((p.batch * p.groups * p.rows,), specs, out_specs, _results(p))
+    return Plan((p.batch * p.groups * p.rows,), specs, out_specs, result_shapes(p, p.dtype))
 
 
 def partials(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
-    """What each block of keys leaves for the merge, in fp32: maximum, sum and output of the packed rows."""
-    rows = (p.batch, p.groups, p.key_blocks, p.rows)
-    shapes = {"m": rows, "l": rows, "o": (*rows, p.value_size)}
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-
-
-def _results(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
-    rows = (p.batch, p.queries, p.heads)
-    results = {"o": jax.ShapeDtypeStruct((*rows, p.value_size), p.dtype)}
-    if p.returns_lse:
-        results["lse"] = jax.ShapeDtypeStruct(rows, jnp.float32)
-    return results
+    """What each block of keys leaves for the merge, for the packed rows."""
+    return softmax_buffers((p.batch, p.groups, p.key_blocks, p.rows), p.value_size)
 
 
 def _cache_specs(p: Problem, place: Callable) -> dict[str, pl.BlockSpec]:

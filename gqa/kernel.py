@@ -18,12 +18,12 @@ known when the kernel is compiled: without one, neither the first loop nor anyth
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from amdgpu.launch import vary_alike
 from flash.grid import Plan
 from flash.kernel import (
     LARGE_EXPONENT,
@@ -32,18 +32,18 @@ from flash.kernel import (
     Axis,
     Softmax,
     call,
-    dot,
     empty_softmax,
     exp2,
     feature_axes,
     finish,
     load_pairs,
     load_tile,
+    logits,
     power_of_two_from,
     product_precision,
     softmax_step,
     store_tile,
-    vary,
+    walk,
     with_bias,
 )
 from gqa import grid
@@ -86,11 +86,7 @@ def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, stat
     precision, c = product_precision(p.dtype, target), logit_unit(p, scale)
     # A cache of 16 bits under rows of 32 is widened, exactly.
     k = [load_tile(ins["k"], keys, part).astype(p.dtype) for part in features]
-    s = functools.reduce(jnp.add, (dot(x, y.T, precision) for x, y in zip(q, k, strict=True)))
-    if p.softcap is not None:
-        s = p.softcap * jnp.tanh(s * (scale / p.softcap))
-    elif p.natural_logits:
-        s = s * scale
+    s = logits(p, q, k, scale, precision)
     if bias is not None:
         s = with_bias(s, bias)
         allowed = allowed & (bias != -jnp.inf)
@@ -148,11 +144,7 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
 
     c = logit_unit(p, scale)
     state = empty_softmax(p.block_q, values)
-    start, free_start, free_stop, stop = grid.key_tiles(p, tile, past, new)
-    for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
-        # A loop that is known never to run is not there.
-        if not (lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo == hi)):
-            state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
+    state = walk(step, grid.key_tiles(p, tile, past, new), state)
 
     sink = ins["sinks"][0] if "sinks" in p.given else None
     o, lse = results_of(state, c, sink, t < new if "lengths" in p.given else None, target)
@@ -167,12 +159,6 @@ def launch(body, name: str, p: Problem, plan: Plan, operands: dict, interpret: b
     name = name if p.window is None else f"{name}_window"
     warps, stages = p.num_warps, p.config.num_stages
     return call(body, name, plan, operands, num_warps=warps, num_stages=stages, interpret=interpret)
-
-
-def vary_alike(operands: dict) -> dict:
-    """Under shard_map results vary over the mesh axes that any operand varies over."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
-    return {name: vary(x, axes) for name, x in operands.items()}
 
 
 def prefill(p: Problem, operands: dict, *, scale: float, target: str | None):

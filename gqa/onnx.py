@@ -10,6 +10,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from flash.arguments import refuse
 from gqa.api import Options, attend
 from gqa.tuning import Config
 from references.gqa import append
@@ -93,25 +94,25 @@ def group_query_attention(
         ("qk_output", qk_output, (0, 1, 2)),
     ):
         if flag not in allowed:
-            _refuse(name, flag, f"one of {allowed}")
+            refuse(name, flag, f"one of {allowed}")
     if local_window_size < -1:
-        _refuse("local_window_size", local_window_size, "-1 (no limit) or >= 0")
+        refuse("local_window_size", local_window_size, "-1 (no limit) or >= 0")
     if min(num_heads, kv_num_heads) < 1 or num_heads % kv_num_heads:
-        _refuse("num_heads", num_heads, f"a multiple of kv_num_heads = {kv_num_heads}")
+        refuse("num_heads", num_heads, f"a multiple of kv_num_heads = {kv_num_heads}")
     query = jnp.asarray(query)
     q, k, v = _split(query, key, value, num_heads, kv_num_heads)
     (B, T), G = q.shape[:2], kv_num_heads
     if (past_key is None) != (past_value is None):
-        _refuse("past_key" if past_key is None else "past_value", None, "given together with the other cache")
+        refuse("past_key" if past_key is None else "past_value", None, "given together with the other cache")
     caches = [None if x is None else jnp.asarray(x) for x in (past_key, past_value)]
     for name, cache, new in zip(("past_key", "past_value"), caches, (k, v), strict=True):
         if cache is None:
             continue
         size = new.shape[-1]
         if cache.ndim != 4 or (*cache.shape[:2], cache.shape[3]) != (B, G, size):
-            _refuse(name, f"shape {cache.shape}", f"[B, G, P, size] with B, G, size = {(B, G, size)}")
+            refuse(name, f"shape {cache.shape}", f"[B, G, P, size] with B, G, size = {(B, G, size)}")
         if cache.dtype != query.dtype:
-            _refuse(name, cache.dtype.name, f"of query's dtype {query.dtype.name}")
+            refuse(name, cache.dtype.name, f"of query's dtype {query.dtype.name}")
     seqlens_k = _row_integers("seqlens_k", seqlens_k, B)
     query_seqlens = None if query_seqlens is None else _row_integers("query_seqlens", query_seqlens, B)
     present_length = _present_length(total_sequence_length, caches[0], query_seqlens is None, T)
@@ -121,18 +122,18 @@ def group_query_attention(
     if position_ids is not None:
         position_ids = jnp.asarray(position_ids)
         if position_ids.shape != (B, T) or not jnp.issubdtype(position_ids.dtype, jnp.integer):
-            _refuse("position_ids", f"{position_ids.dtype.name} {position_ids.shape}", f"integers {(B, T)}")
+            refuse("position_ids", f"{position_ids.dtype.name} {position_ids.shape}", f"integers {(B, T)}")
         position_ids = position_ids.astype(jnp.int32)
     if attention_bias is not None:
         attention_bias = jnp.asarray(attention_bias)
         columns = attention_bias.shape[-1] if attention_bias.ndim == 4 else present_length + 1
         if columns > present_length:
             shape = "[B or 1, H or 1, T, columns]"
-            _refuse("attention_bias", f"shape {attention_bias.shape}", f"{shape} with at most {present_length}")
+            refuse("attention_bias", f"shape {attention_bias.shape}", f"{shape} with at most {present_length}")
     if head_sink is not None:
         sinks = jnp.asarray(head_sink)
         if sinks.shape != (num_heads,):
-            _refuse("head_sink", f"shape {sinks.shape}", f"[H] = {(num_heads,)}")
+            refuse("head_sink", f"shape {sinks.shape}", f"[H] = {(num_heads,)}")
     else:
         sinks = jnp.zeros(num_heads, jnp.float32) if smooth_softmax == 1 else None
     options = _NodeOptions(
@@ -237,48 +238,44 @@ def _rotate(x, positions, cos, sin, interleaved):
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
-def _refuse(name: str, got, allowed: str):
-    raise ValueError(f"{name} must be {allowed}, got {got}")
-
-
 def _split(query, key, value, H, G):
     """q `[B, T, H, K]`; k and v likewise, with G heads of K and V features."""
     if query.ndim != 3:
-        _refuse("query", f"shape {query.shape}", "[B, T, hidden]")
+        refuse("query", f"shape {query.shape}", "[B, T, hidden]")
     if (key is None) != (value is None):
-        _refuse("key" if key is None else "value", None, "given together with the other, or packed into query")
+        refuse("key" if key is None else "value", None, "given together with the other, or packed into query")
     B, T, hidden = query.shape
     if key is None:
         if hidden % (H + 2 * G):
-            _refuse("query", f"shape {query.shape}", f"packed, [B, T, a multiple of H + 2 G = {H + 2 * G}]")
+            refuse("query", f"shape {query.shape}", f"packed, [B, T, a multiple of H + 2 G = {H + 2 * G}]")
         K = hidden // (H + 2 * G)
         parts = query[..., : H * K], query[..., H * K : (H + G) * K], query[..., (H + G) * K :]
     else:
         parts = query, jnp.asarray(key), jnp.asarray(value)
     for name, x, heads in zip(("query", "key", "value"), parts, (H, G, G), strict=True):
         if x.ndim != 3 or x.shape[:2] != (B, T) or x.shape[2] % heads:
-            _refuse(name, f"shape {x.shape}", f"[B, T, heads size] with B, T, heads = {(B, T, heads)}")
+            refuse(name, f"shape {x.shape}", f"[B, T, heads size] with B, T, heads = {(B, T, heads)}")
         if x.dtype != query.dtype:
-            _refuse(name, x.dtype.name, f"of query's dtype {query.dtype.name}")
+            refuse(name, x.dtype.name, f"of query's dtype {query.dtype.name}")
     return (x.reshape(B, T, heads, -1) for x, heads in zip(parts, (H, G, G), strict=True))
 
 
 def _row_integers(name, x, B):
     if x is None:
-        _refuse(name, None, f"integers [B] = {(B,)}")
+        refuse(name, None, f"integers [B] = {(B,)}")
     x = jnp.asarray(x)
     if x.size != B or not jnp.issubdtype(x.dtype, jnp.integer):
-        _refuse(name, f"{x.dtype.name} {x.shape}", f"integers [B] = {(B,)}")
+        refuse(name, f"{x.dtype.name} {x.shape}", f"integers [B] = {(B,)}")
     return x.reshape(B).astype(jnp.int32)
 
 
 def _present_length(total, past, no_query_seqlens, T):
     capacity = 0 if past is None else past.shape[2]
     if total is None:
-        _refuse("total_sequence_length", None, "an integer")
+        refuse("total_sequence_length", None, "an integer")
     if isinstance(total, Tracer):
         if past is None:
-            _refuse(
+            refuse(
                 "total_sequence_length",
                 "a traced value",
                 "a Python int where no past holds the total already",
@@ -286,9 +283,9 @@ def _present_length(total, past, no_query_seqlens, T):
         return capacity
     total = int(np.asarray(total).reshape(()))
     if past is None and no_query_seqlens and total != T:
-        _refuse("total_sequence_length", total, f"T = {T} where there is no past")
+        refuse("total_sequence_length", total, f"T = {T} where there is no past")
     if no_query_seqlens and not T <= total <= capacity + T:
-        _refuse("total_sequence_length", total, f"between T = {T} and P + T = {capacity + T}")
+        refuse("total_sequence_length", total, f"between T = {T} and P + T = {capacity + T}")
     return max(total, capacity)
 
 
@@ -296,9 +293,9 @@ def _rotary_tables(cos, sin, size):
     """Both in fp32."""
     for name, table in (("cos_cache", cos), ("sin_cache", sin)):
         if table is None:
-            _refuse(name, None, "given where do_rotary is 1")
+            refuse(name, None, "given where do_rotary is 1")
     cos, sin = jnp.asarray(cos), jnp.asarray(sin)
     for name, table in (("cos_cache", cos), ("sin_cache", sin)):
         if table.ndim != 2 or table.shape != cos.shape or 2 * table.shape[1] > size:
-            _refuse(name, f"shape {table.shape}", f"[positions, at most {size // 2}], the same for both")
+            refuse(name, f"shape {table.shape}", f"[positions, at most {size // 2}], the same for both")
     return cos.astype(jnp.float32), sin.astype(jnp.float32)

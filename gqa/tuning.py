@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flash.tuning import COMPUTE_UNITS
+from flash.tuning import COMPUTE_UNITS, check_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,7 @@ class Config:
     block_keys: int = 2048
 
     def __post_init__(self):
-        for name in ("block_q", "block_k", "head_tile"):
-            if getattr(self, name) not in (16, 32, 64, 128, 256):
-                raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {getattr(self, name)!r}")
-        if self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps!r}")
-        if not isinstance(self.num_stages, int) or self.num_stages < 1:
-            raise ValueError(f"num_stages must be an int >= 1, got {self.num_stages!r}")
+        check_tiles(self)
         if not isinstance(self.block_keys, int) or self.block_keys < 1 or self.block_keys % self.block_k:
             raise ValueError(f"block_keys must be a multiple of block_k = {self.block_k}, got {self.block_keys!r}")
 

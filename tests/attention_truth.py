@@ -103,3 +103,21 @@ def loss(attention, arguments, **others):
     """Of o and of lse, whose empty rows are -inf."""
     o, lse = attention(**arguments, **others, return_lse=True)
     return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(jnp.where(lse > -jnp.inf, jnp.cos(lse), 0))
+
+
+def worst_excess(result, truth):
+    """The largest errors of o and lse, in fp32, over their bounds: at most 1 where the comparison passes."""
+
+    def excess(x, truth):
+        # lse is -inf for rows without a key.
+        x, finite = np.asarray(x, np.float64), np.isfinite(truth)
+        if not np.array_equal(np.isfinite(x), finite):
+            return np.inf
+        x, truth = x[finite], truth[finite]
+        return np.max(np.abs(x - truth) / accuracy.attention_bound(truth, None, "float32"))
+
+    return max(excess(x, y) for x, y in zip(result, truth, strict=True))
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]

@@ -23,6 +23,14 @@ def programs_are_given_back():
     jax.clear_caches()
 
 
+@pytest.fixture
+def optimized():
+    """For programs that are large, and that are to be compiled as a user would."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselects the tests marked `gpu` where jax has no GPU."""
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]

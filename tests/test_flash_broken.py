@@ -4,14 +4,12 @@ import types
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from attention_truth import flash_rows
+from attention_truth import flash_rows, worst_excess
 
 import flash
 from flash import api, grid, kernel
 from flash.tuning import Config
-from references import accuracy
 from references.cases import FlashCase, inputs
 
 # Ragged queries and keys, two KV heads of two query heads each, and a batch row with fewer keys.
@@ -103,7 +101,7 @@ def splits_weigh_the_same():
 KERNEL_FAULTS = [(unmasked_tail, CASE), (unmasked_tail, FULL), (lse_in_log2, CASE), (output_not_rescaled, CASE)]
 
 
-def worst_excess(case, splits):
+def excess_of(case, splits):
     """The largest errors of o and lse over their bounds: at most 1 where the comparison passes."""
     jax.clear_caches()
     arguments = inputs(case)
@@ -111,15 +109,7 @@ def worst_excess(case, splits):
     config = Config(16, 16, 1, splits=splits)
     result = flash.flash_attention(**arguments, return_lse=True, implementation="pallas", config=config)
 
-    def excess(x, truth):
-        # lse is -inf for the rows without a key.
-        x, finite = np.asarray(x, np.float64), np.isfinite(truth)
-        if not np.array_equal(np.isfinite(x), finite):
-            return np.inf
-        x, truth = x[finite], truth[finite]
-        return np.max(np.abs(x - truth) / accuracy.attention_bound(truth, None, "float32"))
-
-    return max(excess(x, y) for x, y in zip(result, truth, strict=True))
+    return worst_excess(result, truth)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +121,7 @@ def fresh_traces():
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("case", [CASE, FULL], ids=str)
 def test_the_kernels_as_they_are_pass(case, splits):
-    assert worst_excess(case, splits) <= 1
+    assert excess_of(case, splits) <= 1
 
 
 @pytest.mark.parametrize(("fault", "case"), GRID_FAULTS, ids=lambda x: str(getattr(x, "__name__", x)))
@@ -139,15 +129,15 @@ def test_faults_of_the_grid_are_seen(monkeypatch, fault, case):
     for name, wrong in fault().items():
         # The functions of the broken module find each other there.
         monkeypatch.setattr(grid, name, wrong)
-    assert worst_excess(case, 3 if fault is one_split_counted_twice else 1) > 10
+    assert excess_of(case, 3 if fault is one_split_counted_twice else 1) > 10
 
 
 @pytest.mark.parametrize(("fault", "case"), KERNEL_FAULTS, ids=lambda x: str(getattr(x, "__name__", x)))
 def test_faults_of_the_kernel_are_seen(monkeypatch, fault, case):
     monkeypatch.setattr(api, "kernel", fault())
-    assert worst_excess(case, 1) > 10
+    assert excess_of(case, 1) > 10
 
 
 def test_splits_of_equal_weight_are_seen(monkeypatch):
     monkeypatch.setattr(api, "kernel", splits_weigh_the_same())
-    assert worst_excess(CASE, 3) > 10
+    assert excess_of(CASE, 3) > 10

@@ -14,19 +14,11 @@ from references import accuracy
 from references import flash as reference
 from references.cases import FLASH_REAL, FlashCase, inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("optimized")]
 
 ours = partial(flash.flash_attention, implementation="pallas")
 # Rows of one slice: their logits in float64 take 64 S 8 bytes a head.
 ROWS = 64
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """Programs here are large, and as a user would compile them."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def slices(case):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_truth import assert_close, flash_rows, fp32_bound, of_each, qkv, random, softmax_rows
+from attention_truth import assert_close, bits, flash_rows, fp32_bound, of_each, qkv, random, softmax_rows
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import flash
@@ -105,10 +105,6 @@ def attention(case, config, xcds):
     )
     operands = {name: arguments[name] for name in ("q", "k", "v")}
     return jax.jit(lambda x: kernel.attention(p, x, scale=case.K**-0.5, target=None))(operands)
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 # Every order, and the one that is shipped in every dtype; four and three dies, on which KV heads are left over.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_truth import assert_close, flash_rows, fp32_bound, of_each, qkv, random, softmax_rows
+from attention_truth import assert_close, bits, flash_rows, fp32_bound, of_each, qkv, random, softmax_rows
 
 import flash
 from amdgpu import emulate
@@ -93,10 +93,6 @@ def test_dot_product_attention(arch):
     # One rounding of P and one of the output, each of half a unit of the largest value.
     assert_close(o, o64, 2**-10 * np.abs(np.asarray(v, np.float64)).max())
     assert_close(residual, lse64, fp32_bound(lse64))
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx942", "bfloat16"), ("gfx950", "float32"), ("gfx1151", "float16")])

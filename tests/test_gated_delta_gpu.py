@@ -12,15 +12,7 @@ from gated_delta.tuning import default_config
 from references import accuracy
 from references.cases import GATED_DELTA_REAL, inputs
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """Programs here are large, and as a user would compile them."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("optimized")]
 
 
 @pytest.mark.parametrize("case", GATED_DELTA_REAL, ids=str)

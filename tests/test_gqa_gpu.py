@@ -15,19 +15,11 @@ from references import accuracy
 from references import gqa as reference
 from references.cases import GQA_ODD, GQA_REAL, GQA_SMALL, GqaCase, inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("optimized")]
 
 ours = partial(gqa.grouped_query_attention, implementation="pallas")
 # Rows of one slice: their logits in float64 take 64 S 8 bytes a head.
 ROWS = 64
-
-
-@pytest.fixture(autouse=True)
-def optimized():
-    """Programs here are large, and as a user would compile them."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def slices(case):

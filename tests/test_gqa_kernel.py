@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_truth import assert_close, fp32_bound, gqa_rows, qkv, random, softmax_rows
+from attention_truth import assert_close, bits, fp32_bound, gqa_rows, qkv, random, softmax_rows
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import gqa
@@ -63,10 +63,6 @@ def assert_equals_float64(case, packed, config=SMALL):
     assert o.dtype == case.dtype and lse.dtype == jnp.float32
     assert_close(o, o64, accuracy.attention_bound(o64, low, case.dtype))
     assert_close(lse, lse64, fp32_bound(lse64))
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize("case", [c for c in GQA_SMALL + GQA_ODD if c.S <= 200], ids=str)

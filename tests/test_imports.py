@@ -16,9 +16,9 @@ PALLAS_FILES = ("kernel.py", "decode.py", "grid.py", "tiles.py", "inverse.py")
 # What each package imports besides itself, the standard library, jax and numpy; a name stands for what is below it too.
 ALLOWED = {
     "references": (),
-    "gated_delta": ("amdgpu.arch",),
-    "flash": ("amdgpu.arch",),
-    "gqa": ("amdgpu.arch", "flash.grid", "flash.kernel", "flash.tuning"),
+    "gated_delta": ("amdgpu.arch", "amdgpu.launch"),
+    "flash": ("amdgpu.arch", "amdgpu.launch"),
+    "gqa": ("amdgpu.arch", "amdgpu.launch", "flash.arguments", "flash.grid", "flash.kernel", "flash.tuning"),
     # jaxlib and triton: the compilers that it drives.
     "amdgpu": ("jaxlib", "triton"),
 }
