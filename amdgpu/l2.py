@@ -46,7 +46,7 @@ def makespan(tiles, *, dies: int, resident: int) -> float:
         for n in tiles[die::dies].tolist():
             heapq.heapreplace(free_at, free_at[0] + n)
         last = max(last, *free_at)
-    return last * dies * resident / float(tiles.sum())
+    return last * dies * resident / float(tiles.sum()) if tiles.any() else 1.0
 
 
 def hit_rate(
@@ -75,12 +75,14 @@ def hit_rate(
     """
     hits = reads = 0
     for die in range(dies) if of_dies is None else of_dies:
-        queue = [list(np.asarray(x)[die::dies][: waves * resident].tolist()) for x in (streams, tiles)]
+        queue = [np.asarray(x)[die::dies][: waves * resident] for x in (streams, tiles)]
+        # Who reads nothing is gone at once.
+        queue = [x[queue[1] > 0].tolist() for x in queue]
         for seed in range(draws):
             starts = np.random.default_rng(seed).integers(0, spread, resident, endpoint=True).tolist()
             hits += _hits(list(zip(*queue, strict=True)), starts, capacity)
             reads += sum(queue[1])
-    return hits / reads
+    return hits / reads if reads else 0.0
 
 
 def hbm_bytes(rate: float, tiles, tile_bytes: int) -> float:

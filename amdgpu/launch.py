@@ -7,14 +7,31 @@ import jax
 from jax import lax
 
 
-def by_platform(arrays: dict, refer: Callable, launch: Callable, default: Callable | None = None):
-    """`launch(arrays, platform=...)` where kernels run; derivatives, forward and reverse, are those of `refer(arrays)`.
+def run(
+    arrays: dict,
+    refer: Callable,
+    launch: Callable,
+    implementation: str | None,
+    *,
+    obstacle: str | None = None,
+    empty: bool = False,
+):
+    """`launch(arrays, platform=...)` or `refer(arrays)`, as `implementation` says.
 
-    On ROCm and CUDA the platform is "rocm" or "cuda". Elsewhere `default(arrays)` runs, or without one the kernels in
-    interpret mode, on a CPU, with None as the platform. Every branch is traced everywhere.
+    None: kernels on ROCm and CUDA, the reference elsewhere. "pallas": kernels, in interpret mode on a CPU, where the
+    platform is None; NotImplementedError where there is an `obstacle`, what they would need to be otherwise.
+    "reference": that. An obstacle, unless kernels were asked for, and an empty call lead to the reference too.
+
+    Derivatives are those of the reference, computed again from the inputs: nothing else of the forward pass is kept.
     """
+    refer = jax.checkpoint(refer)
+    if implementation == "pallas" and obstacle:
+        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
+    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
+    if implementation == "reference" or obstacle or empty:
+        return refer(arrays)
     branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
-    branches |= {"default": default} if default else {"cpu": functools.partial(launch, platform=None)}
+    branches |= {"cpu": functools.partial(launch, platform=None)} if implementation == "pallas" else {"default": refer}
 
     @jax.custom_jvp
     def differentiable(arrays):
@@ -32,7 +49,7 @@ def vary_alike(operands: dict) -> dict:
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
 
     def widen(x):
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return {name: widen(x) for name, x in operands.items()}

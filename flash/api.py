@@ -14,9 +14,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
-from amdgpu.launch import by_platform
+from amdgpu.launch import run
 from flash import grid, kernel
-from flash.arguments import check_broadcastable, check_numbers, is_known, refuse, static_number
+from flash.arguments import as_int32, check_broadcastable, check_numbers, is_known, refuse, static_number
 from flash.tuning import LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE, Config, default_config, default_splits
 from references import flash as reference
 
@@ -69,7 +69,7 @@ def flash_attention(
       bias: any float dtype, broadcastable to `[B, H, T, S]`, added after the cap. -inf hides a key.
       softcap: cap on the logits, static, > 0; none by default.
       q_segment_ids: integers `[B, T]`, given together with kv_segment_ids: a row sees the keys of its own
-        segment.
+        segment. Of 64-bit ids the lower half counts.
       kv_segment_ids: integers `[B, S]`.
       kv_lengths: integers `[B]`, the valid keys of each batch row; keys from there on are hidden.
       q_scale: scalar, what an fp8 q is to be multiplied with; k_scale and v_scale likewise.
@@ -233,7 +233,7 @@ def _flash_attention(arrays: dict, options: _Options, implementation: str | None
         results = _pallas(operands, positions, options.scale, options.softcap, options.return_lse, config, platform)
         return (results["o"], results["lse"]) if options.return_lse else results["o"]
 
-    return _run(arrays, arrays["q"], arrays["k"], arrays["v"], None, refer, launch, implementation)
+    return _run(arrays, [arrays[name] for name in "qkv"], None, refer, launch, implementation)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -262,23 +262,14 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
         o = results["o"].reshape(*query.shape[:-1], value.shape[-1])
         return (o, results["lse"].reshape(query.shape[:-1])) if options.return_residual else o
 
-    return _run(arrays, query, arrays["key"], value, arrays["mask"], refer, launch, implementation)
+    return _run(arrays, [query, arrays["key"], value], arrays["mask"], refer, launch, implementation)
 
 
-def _run(arrays: dict, q, k, v, mask, refer: Callable, launch: Callable, implementation: str | None):
-    """`launch` where it is asked for, else `refer`; both take `arrays`, and `launch` the platform.
-
-    The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet.
-    """
-    # Of the forward pass nothing is kept but its inputs.
-    refer = jax.checkpoint(refer)
-    obstacle = _obstacle(q, k, v, mask)
-    if implementation == "pallas" and obstacle:
-        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
-    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
-    if implementation != "pallas" or 0 in (q.size, k.size):
-        return refer(arrays)
-    return by_platform(arrays, refer, launch)
+def _run(arrays: dict, qkv: list, mask, refer: Callable, launch: Callable, implementation: str | None):
+    """The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet."""
+    q, k, v = qkv
+    obstacle, empty = _obstacle(q, k, v, mask), 0 in (q.size, k.size)
+    return run(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
 
 
 def _obstacle(q, k, v, mask) -> str | None:
@@ -307,6 +298,9 @@ def _window(options: _NnOptions, T: int, S: int) -> _Positions:
     left, right = (T, S) if options.local_window_size is None else options.local_window_size
     if options.is_causal:
         right = min(right, 0)
+    if left + right < 0:
+        # No row sees a key.
+        return _Positions(right=-T)
     # What reaches beyond all keys is no limit; what hides all keys need not hide them twice (t + right fits int32).
     return _Positions(None if left >= T else max(left, -S), None if right >= S else max(right, -T))
 
@@ -325,10 +319,10 @@ def _pallas(
     (B, T, H, K), (S, G, V) = operands["q"].shape, operands["v"].shape[1:]
     architecture = current_arch()
     dtype = operands["q"].dtype
-    for name in operands.keys() & {"bias", "mask"}:
+    for name in [name for name in ("bias", "mask") if name in operands]:
         x = operands[name].reshape((1,) * (4 - operands[name].ndim) + operands[name].shape)
         operands[name] = x.astype(jnp.int8 if name == "mask" else x.dtype if x.dtype.itemsize == 2 else jnp.float32)
-    for name in operands.keys() & {"logit_factor", "value_factor"}:
+    for name in [name for name in ("logit_factor", "value_factor") if name in operands]:
         operands[name] = operands[name].astype(jnp.float32).reshape(1)
     config = config or default_config(architecture, dtype, K, V)
     grid.check_order(config.order, H, xcds(architecture))
@@ -426,7 +420,7 @@ def _checked_integers(name, x, shape, axes):
         return None
     if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
         refuse(name, f"{x.dtype.name} {x.shape}", f"integers {axes} = {shape}")
-    return x.astype(jnp.int32)
+    return x.astype(jnp.int32) if name.endswith("ids") else as_int32(x)
 
 
 def _check_range(name, x, most):

@@ -39,3 +39,9 @@ def check_broadcastable(name: str, x, shape, kind=jnp.floating) -> None:
     padded = (1,) * (4 - x.ndim) + x.shape
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
         refuse(name, f"shape {x.shape}", f"broadcastable to [B, H, T, S] = {shape}")
+
+
+def as_int32(x):
+    """Integers, saturated: one beyond int32 does not come out as another's position."""
+    widest, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(widest.min, own.min), min(widest.max, own.max)).astype(jnp.int32)

@@ -105,11 +105,11 @@ def check_order(order: str, heads: int, xcds: int) -> None:
 class Problem:
     """Static facts of one call.
 
-    `left` and `right`: row t sees the keys from t - left to t + right (None: no such limit), shifted by L - T under
-    `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of those operands, four axes
-    that are each 1 or that of `[B, H, T, S]`. `given` names the other operands besides q, k and v: `q_segment_ids` and
-    `kv_segment_ids`, `kv_lengths`, `query_lengths`, and factors that are not known at trace time, `logit_factor` and
-    `value_factor`. `config.splits` None counts as 1: who builds the problem fills it in.
+    `left` and `right`: row t sees the keys from t - left to t + right (None: no such limit; together at least 0),
+    shifted by L - T under `bottom_right`, where L is the number of valid keys. `bias` and `mask` are the shapes of
+    those operands, four axes that are each 1 or that of `[B, H, T, S]`. `given` names the other operands besides q, k
+    and v: `q_segment_ids` and `kv_segment_ids`, `kv_lengths`, `query_lengths`, and factors that are not known at trace
+    time, `logit_factor` and `value_factor`. `config.splits` None counts as 1: who builds the problem fills it in.
     """
 
     batch: int
@@ -230,8 +230,6 @@ def keys_of_row(p: Problem, t, length):
         first = greater(t + shift - p.left, 0)
     if p.right is not None:
         end = lesser(end, t + shift + p.right + 1)
-    if p.left is not None and p.right is not None and p.left + p.right < 0:
-        end = lesser(end, first)
     return first, end
 
 
@@ -418,5 +416,5 @@ def _operand_specs(p: Problem) -> dict[str, pl.BlockSpec]:
 
 
 def _factor_specs(p: Problem) -> dict[str, pl.BlockSpec]:
-    names = p.given & {"logit_factor", "value_factor"}
-    return {name: pl.BlockSpec((1,), lambda program: (0,)) for name in names}
+    names = ("logit_factor", "value_factor")
+    return {name: pl.BlockSpec((1,), lambda program: (0,)) for name in names if name in p.given}

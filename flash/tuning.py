@@ -11,13 +11,21 @@ ORDERS = ("block_first", "head_first", "swizzled_head_first", "kv_group_first")
 
 def check_tiles(config) -> None:
     """Of a Config of attention: the tiles, the warps and the stages."""
+    check_ints(config, "block_q", "block_k", "num_warps", "num_stages", "head_tile")
     for name in ("block_q", "block_k", "head_tile"):
         if getattr(config, name) not in (16, 32, 64, 128, 256):
             raise ValueError(f"{name} must be 16, 32, 64, 128 or 256, got {getattr(config, name)!r}")
     if config.num_warps not in (1, 2, 4, 8, 16):
         raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {config.num_warps!r}")
-    if not isinstance(config.num_stages, int) or config.num_stages < 1:
-        raise ValueError(f"num_stages must be an int >= 1, got {config.num_stages!r}")
+    if config.num_stages < 1:
+        raise ValueError(f"num_stages must be at least 1, got {config.num_stages!r}")
+
+
+def check_ints(config, *names: str) -> None:
+    """Of a Config: neither 16.0 nor True, which equal ints."""
+    for name in names:
+        if type(getattr(config, name)) is not int:
+            raise ValueError(f"{name} must be an int, got {getattr(config, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Config:
 
     def __post_init__(self):
         check_tiles(self)
-        if self.splits is not None and not (isinstance(self.splits, int) and 1 <= self.splits <= 64):
+        if self.splits is not None and not (type(self.splits) is int and 1 <= self.splits <= 64):
             raise ValueError(f"splits must be None or an int from 1 to 64, got {self.splits!r}")
         if self.order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from amdgpu.arch import current_arch
-from amdgpu.launch import by_platform
+from amdgpu.launch import run
 from gated_delta import decode, grid, kernel
 from gated_delta.tuning import Config, default_config
 from references import gated_delta as reference
@@ -41,7 +41,7 @@ def chunk_gated_delta_rule(
 
         S   = exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S = S + k_t u_t^T;   o_t = scale S^T q_t
 
-    On a GPU three Pallas kernels run window by window over the sequence, with scratch bounded by the window
+    On a GPU Pallas kernels run window by window over the sequence, with scratch bounded by the window
     (`prefill_scratch_bytes`); elsewhere the chunked reference runs. Composes with jit, vmap, grad, checkpoint, scan and
     shard_map; derivatives recompute the chunked reference from the inputs.
 
@@ -157,7 +157,8 @@ def prefill_scratch_bytes(
     if num_sequences is not None and batch != 1:
         _refuse("batch", batch, "1 where num_sequences is given")
     _check_config(config, value_size)
-    _check_kernels_take(key_size)
+    if obstacle := _obstacle(key_size):
+        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
     if seq_len == 0 or batch == 0 or num_sequences == 0:
         return 0
     config = default_config(current_arch(), dtype, value_size) if config is None else config
@@ -246,9 +247,9 @@ def _check_config(config: Config | None, value_size: int) -> None:
         config.check_splits(value_size)
 
 
-def _check_kernels_take(key_size: int) -> None:
-    if key_size > LARGEST_KEY_SIZE:
-        raise NotImplementedError(f"the Pallas kernels take key sizes up to {LARGEST_KEY_SIZE}, got K = {key_size}")
+def _obstacle(key_size: int) -> str | None:
+    """What the Pallas kernels would need to be otherwise, if anything."""
+    return None if key_size <= LARGEST_KEY_SIZE else f"key sizes up to {LARGEST_KEY_SIZE}, got K = {key_size}"
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -256,15 +257,8 @@ def _run(arrays: dict, options: _Options, phase: str) -> tuple[Array, Array | No
     """The phase ("prefill" or "decode") on the platform that it is lowered for."""
     refer = functools.partial(_reference, options=options)
     launch = functools.partial(_pallas, options=options, phase=phase)
-    implementation = options.implementation
-    K = arrays["q"].shape[-1]
-    if implementation == "pallas":
-        _check_kernels_take(K)
-    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
-    if implementation == "reference" or K > LARGEST_KEY_SIZE or _is_empty(arrays):
-        return refer(arrays)
-    # For derivatives nothing of the forward pass is kept but its inputs: the reference is computed again from them.
-    return by_platform(arrays, jax.checkpoint(refer), launch, default=refer if implementation is None else None)
+    obstacle = _obstacle(arrays["q"].shape[-1])
+    return run(arrays, refer, launch, options.implementation, obstacle=obstacle, empty=_is_empty(arrays))
 
 
 def _is_empty(arrays: dict) -> bool:

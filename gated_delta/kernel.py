@@ -110,8 +110,10 @@ def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
     decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
 
     precision = product_precision(p, architecture)
-    query_norm, key_norm = (norm_factor(q), norm_factor(k)) if l2norm else (1.0, 1.0)
-    column_norm = key_norm[None, :] if isinstance(key_norm, jax.Array) else 1.0
+    query_norm = key_norm = query_row = key_column = 1.0
+    if l2norm:
+        query_norm, key_norm = norm_factor(q), norm_factor(k)
+        query_row, key_column = query_norm[:, None], key_norm[None, :]
     key_out = to_end * key_norm
     if p.scaled:
         key_power = power_of_two(jnp.square(jnp.max(key_out)))
@@ -121,11 +123,10 @@ def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
     outs["key_out"][...] = key_out
     outs["query_in"][...] = query_norm * from_start
     outs["decay"][...] = jnp.exp(coarse_end + fine_end)
-    query_row = query_norm[:, None] if l2norm else 1.0
-    outs["score"][...] = (query_row * column_norm * decays * dot(q, k.T, precision)).astype(p.dtype)
+    outs["score"][...] = (query_row * key_column * decays * dot(q, k.T, precision)).astype(p.dtype)
 
     key_row = (beta * key_norm)[:, None]
-    outs["gram"][...] = jnp.where(t > s, key_row * column_norm * decays * dot(k, k.T, precision), 0.0)
+    outs["gram"][...] = jnp.where(t > s, key_row * key_column * decays * dot(k, k.T, precision), 0.0)
     outs["strength"][...] = beta
 
 

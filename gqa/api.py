@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,8 +12,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
-from amdgpu.launch import by_platform
-from flash.arguments import check_broadcastable, check_numbers, is_known, refuse, static_number
+from amdgpu.launch import run
+from flash.arguments import as_int32, check_broadcastable, check_numbers, is_known, refuse, static_number
 from gqa import decode, grid, kernel
 from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
 from references import gqa as reference
@@ -77,9 +76,9 @@ def grouped_query_attention(
 
     Returns:
       o `[B, T, H, V]` in q's dtype, or (o, lse) with lse `[B, T, H]` in fp32. Rows from `lengths[b]` on give
-      0 and lse -inf; other rows without a key give 0 and the sink (-inf without one) as lse. Values of past
-      and lengths that are known only at run time and exceed the cache read nothing out of range: such rows
-      see what keys there are.
+      0 and lse -inf; other rows without a key give 0 and the sink (-inf without one) as lse. Lengths that are known
+      only at run time count as 0 below that, and as T beyond it; a past that exceeds the cache reads nothing out of
+      range: such rows see what keys there are.
 
     Raises:
       ValueError: an argument of the wrong shape, dtype or value; the message names it. Values of past and
@@ -173,9 +172,9 @@ def attend(
 def _attend(arrays: dict, options: Options, implementation: str | None, config: Config | None, heads_first: bool):
     # Known at run time only: within these no sum of positions wraps, and what they see is the same. Not in the kernel,
     # where it costs gfx1151 the registers that keep scratch memory out of its loops.
-    for name, lowest in (("past", -(2**29)), ("lengths", 0)):
+    for name, lowest, most in (("past", -(2**29), 2**29), ("lengths", 0, arrays["q"].shape[1])):
         if arrays[name] is not None:
-            arrays = arrays | {name: jnp.clip(arrays[name], lowest, 2**29)}
+            arrays = arrays | {name: jnp.clip(arrays[name], lowest, most)}
     if options.window is not None:
         options = options._replace(window=min(options.window, 2**30))
 
@@ -189,24 +188,9 @@ def _attend(arrays: dict, options: Options, implementation: str | None, config: 
         results = _pallas(arrays, options, config, heads_first, platform)
         return (results["o"], results["lse"]) if options.return_lse else results["o"]
 
-    return _run(arrays, refer, launch, implementation)
-
-
-def _run(arrays: dict, refer: Callable, launch: Callable, implementation: str | None):
-    """`launch` where it is asked for, else `refer`; both take `arrays`, and `launch` the platform.
-
-    The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet.
-    """
-    # Of the forward pass nothing is kept but its inputs.
-    refer = jax.checkpoint(refer)
-    q, k, v = (arrays[name] for name in "qkv")
-    obstacle = _obstacle(q, v)
-    if implementation == "pallas" and obstacle:
-        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
-    # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
-    if implementation != "pallas" or 0 in (q.size, k.size):
-        return refer(arrays)
-    return by_platform(arrays, refer, launch)
+    # The kernels have not been checked on a GPU case by case, so None does not choose them yet.
+    obstacle, empty = _obstacle(arrays["q"], arrays["v"]), 0 in (arrays["q"].size, arrays["k"].size)
+    return run(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
 
 
 def _obstacle(q, v) -> str | None:
@@ -315,13 +299,13 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
 def _checked_past(past, B):
     if past.shape not in ((), (B,)) or not jnp.issubdtype(past.dtype, jnp.integer):
         refuse("past", f"{past.dtype.name} {past.shape}", f"integers, scalar or [B] = {(B,)}")
-    return past.astype(jnp.int32)
+    return as_int32(past)
 
 
 def _checked_lengths(lengths, B):
     if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         refuse("lengths", f"{lengths.dtype.name} {lengths.shape}", f"integers [B] = {(B,)}")
-    return lengths.astype(jnp.int32)
+    return as_int32(lengths)
 
 
 def _check_fits(past, lengths, T, S):

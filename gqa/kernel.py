@@ -104,9 +104,11 @@ def results_of(state: Softmax, c: float, sink, there, target):
     if sink is not None:
         # As `exponent_of`, in natural units; a weight is a fused multiply-add like those of the keys.
         given = jnp.broadcast_to(sink.astype(jnp.float32), m.shape)
-        sink = jnp.minimum(given, LARGEST_LOGIT)
-        large = jnp.abs(sink * LOG2_E) >= LARGE_EXPONENT
-        unit = jnp.where(large, LOG2_E * (power_of_two_from(c) / c), LOG2_E)
+        large_unit = LOG2_E * (power_of_two_from(c) / c)
+        # Its exponent stays finite.
+        largest = 2 * LARGEST_LOGIT / max(large_unit, 2.0)
+        sink = jnp.minimum(given, largest)
+        unit = jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, large_unit)
         m_new = jnp.maximum(m, sink * unit)
         a = exp2(m - m_new, target)
         m, l, o = m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o]
@@ -114,7 +116,7 @@ def results_of(state: Softmax, c: float, sink, there, target):
         l, o = jnp.where(there, l, 0.0), [jnp.where(there[:, None], x, 0.0) for x in o]
     o, lse = finish(Softmax(m, l, o), c)
     # Beside a sink that large nothing else weighs anything.
-    return o, lse if sink is None else jnp.where((given > LARGEST_LOGIT) & (l > 0), given, lse)
+    return o, lse if sink is None else jnp.where((given > largest) & (l > 0), given, lse)
 
 
 def prefill_body(ins, outs, *, p: Problem, scale, target):

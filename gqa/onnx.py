@@ -10,8 +10,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from flash.arguments import refuse
-from gqa.api import Options, attend
+from flash.arguments import as_int32, check_broadcastable, is_known, refuse
+from gqa.api import DTYPES, Options, attend
 from gqa.tuning import Config
 from references.gqa import append
 
@@ -100,7 +100,11 @@ def group_query_attention(
     if min(num_heads, kv_num_heads) < 1 or num_heads % kv_num_heads:
         refuse("num_heads", num_heads, f"a multiple of kv_num_heads = {kv_num_heads}")
     query = jnp.asarray(query)
+    if query.dtype.name not in DTYPES:
+        refuse("query", query.dtype.name, f"one of {', '.join(DTYPES)}")
     q, k, v = _split(query, key, value, num_heads, kv_num_heads)
+    if k.shape[-1] != q.shape[-1]:
+        refuse("key", f"size {k.shape[-1]} of a head", f"of query's size {q.shape[-1]}")
     (B, T), G = q.shape[:2], kv_num_heads
     if (past_key is None) != (past_value is None):
         refuse("past_key" if past_key is None else "past_value", None, "given together with the other cache")
@@ -113,9 +117,11 @@ def group_query_attention(
             refuse(name, f"shape {cache.shape}", f"[B, G, P, size] with B, G, size = {(B, G, size)}")
         if cache.dtype != query.dtype:
             refuse(name, cache.dtype.name, f"of query's dtype {query.dtype.name}")
+    known = seqlens_k, query_seqlens
     seqlens_k = _row_integers("seqlens_k", seqlens_k, B)
     query_seqlens = None if query_seqlens is None else _row_integers("query_seqlens", query_seqlens, B)
     present_length = _present_length(total_sequence_length, caches[0], query_seqlens is None, T)
+    _check_valid(*known, total_sequence_length, T, present_length)
     rotary = None
     if do_rotary:
         rotary = _rotary_tables(cos_cache, sin_cache, k.shape[-1])
@@ -123,17 +129,18 @@ def group_query_attention(
         position_ids = jnp.asarray(position_ids)
         if position_ids.shape != (B, T) or not jnp.issubdtype(position_ids.dtype, jnp.integer):
             refuse("position_ids", f"{position_ids.dtype.name} {position_ids.shape}", f"integers {(B, T)}")
-        position_ids = position_ids.astype(jnp.int32)
+        position_ids = as_int32(position_ids)
     if attention_bias is not None:
         attention_bias = jnp.asarray(attention_bias)
         columns = attention_bias.shape[-1] if attention_bias.ndim == 4 else present_length + 1
         if columns > present_length:
             shape = "[B or 1, H or 1, T, columns]"
             refuse("attention_bias", f"shape {attention_bias.shape}", f"{shape} with at most {present_length}")
+        check_broadcastable("attention_bias", attention_bias, (B, num_heads, T, columns))
     if head_sink is not None:
         sinks = jnp.asarray(head_sink)
-        if sinks.shape != (num_heads,):
-            refuse("head_sink", f"shape {sinks.shape}", f"[H] = {(num_heads,)}")
+        if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+            refuse("head_sink", f"{sinks.dtype.name} {sinks.shape}", f"floats [H] = {(num_heads,)}")
     else:
         sinks = jnp.zeros(num_heads, jnp.float32) if smooth_softmax == 1 else None
     options = _NodeOptions(
@@ -266,7 +273,26 @@ def _row_integers(name, x, B):
     x = jnp.asarray(x)
     if x.size != B or not jnp.issubdtype(x.dtype, jnp.integer):
         refuse(name, f"{x.dtype.name} {x.shape}", f"integers [B] = {(B,)}")
-    return x.reshape(B).astype(jnp.int32)
+    return as_int32(x.reshape(B))
+
+
+def _check_valid(last, lengths, total, T, present_length):
+    """Refuses valid keys and new tokens that cannot be, where their numbers are known."""
+    new = None
+    if lengths is not None and is_known(lengths):
+        new = np.asarray(lengths, np.int64).reshape(-1)
+        if np.any((new < 0) | (new > T)):
+            refuse("query_seqlens", new.tolist(), f"between 0 and T = {T}")
+    if not is_known((last, total)):
+        return
+    last, is_prompt = np.asarray(last, np.int64).reshape(-1), int(np.asarray(total).reshape(())) == T
+    if lengths is None:
+        # A prompt's tokens are all new; else each row has T new ones.
+        new, most = (np.zeros_like(last), T) if is_prompt else (np.full_like(last, T), present_length)
+    else:
+        new, most = np.zeros_like(last) if new is None else new, present_length
+    if np.any((last + 1 < new) | (last >= most)):
+        refuse("seqlens_k", last.tolist(), f"between {(new - 1).tolist()} and {most - 1}, the last key's index")
 
 
 def _present_length(total, past, no_query_seqlens, T):

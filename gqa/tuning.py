@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flash.tuning import COMPUTE_UNITS, check_tiles
+from flash.tuning import COMPUTE_UNITS, check_ints, check_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Config:
 
     def __post_init__(self):
         check_tiles(self)
-        if not isinstance(self.block_keys, int) or self.block_keys < 1 or self.block_keys % self.block_k:
+        check_ints(self, "block_keys")
+        if self.block_keys < 1 or self.block_keys % self.block_k:
             raise ValueError(f"block_keys must be a multiple of block_k = {self.block_k}, got {self.block_keys!r}")
 
 

@@ -65,9 +65,10 @@ def test_a_sink_as_large_as_the_logits(place, block_keys):
 
 
 @pytest.mark.parametrize("scale", [None, 1e-9, 0.0])
-def test_huge_sinks(scale):
-    q, k, v = qkv(1, 4, 20, 1, 1)
-    for sink in (1e30, 1e38):
+@pytest.mark.parametrize("K", [16, 32, 128])
+def test_huge_sinks(scale, K):
+    q, k, v = qkv(1, 4, 20, 1, 1, K)
+    for sink in (1e30, 1e38, 1.3e38, 2e38, 3.4e38):
         o, lse = grouped(q, k, v, sinks=np.float32([sink]), scale=scale, return_lse=True)
         assert not np.asarray(o).any()
         np.testing.assert_allclose(lse, sink, rtol=1e-6)
@@ -137,6 +138,43 @@ def test_positions_that_no_cache_has(T, window, past):
     ]
     for x, y in zip(*found, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6, rtol=2e-6)
+
+
+def like_int32(function, dtype, value, nearest):
+    """A run-time integer beyond int32 does what the nearest int32 does, whatever its lower half is."""
+    with jax.enable_x64(True):
+        found = jax.jit(function)(jnp.full(1, value, dtype))
+        expected = jax.jit(function)(jnp.full(1, nearest, jnp.int32))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "nearest"),
+    [("uint32", 2**32 - 3, 2**31 - 1), ("int64", 2**32 + 3, 2**31 - 1), ("int64", -(2**32) + 3, -(2**31))],
+)
+@pytest.mark.parametrize("implementation", ["pallas", "reference"])
+def test_integers_wider_than_int32_do_not_wrap(dtype, value, nearest, implementation):
+    q, k, v = qkv(1, 4, 40, 1, 1)
+    options = dict(return_lse=True, implementation=implementation)
+    like_int32(lambda n: flash.flash_attention(q, k, v, kv_lengths=n, **options), dtype, value, nearest)
+    like_int32(lambda n: gqa.grouped_query_attention(q, k, v, past=n, **options), dtype, value, nearest)
+    like_int32(lambda n: gqa.grouped_query_attention(q, k, v, lengths=n, **options), dtype, value, nearest)
+    like_int32(lambda n: gqa.append_kv(k, v, k[:, :4], v[:, :4], n), dtype, value, nearest)
+
+
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_beyond_the_new_tokens(T, causal):
+    """Run-time lengths above T count as T: the keys behind the T new ones are none of the sequence's."""
+    q, k, v = qkv(1, T, 300, 2, 1)
+    config = gqa.Config(32, 16, 1, block_keys=32)
+    function = partial(gqa.grouped_query_attention, window=5, causal=causal, past=10, return_lse=True)
+    expected = function(q, k, v, lengths=jnp.int32([T]))
+    for options in (dict(implementation="pallas", config=config), dict(implementation="reference")):
+        found = jax.jit(lambda n, options=options: function(q, k, v, lengths=n, **options))(jnp.int32([200]))
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("T", [1, 70])

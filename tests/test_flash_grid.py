@@ -271,6 +271,10 @@ def test_short_inputs_take_small_blocks():
         ("num_stages", 0),
         ("splits", 0),
         ("splits", 65),
+        ("splits", True),
+        ("block_k", 32.0),
+        ("num_warps", True),
+        ("num_stages", 1.0),
         ("order", "head"),
     ],
 )

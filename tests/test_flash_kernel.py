@@ -6,6 +6,7 @@ from functools import partial
 import chex
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 from attention_truth import assert_close, bits, flash_rows, fp32_bound, of_each, qkv, random, softmax_rows
@@ -85,6 +86,10 @@ def test_every_feature_at_once(splits):
     assert_equals_float64(case, replace(SMALL_BLOCKS, splits=splits))
 
 
+# What `conftest` does for speed lets XLA fuse multiplications and additions in one program and not in the next.
+FUSED_ALIKE = {"xla_cpu_use_fusion_emitters": True} if jaxlib.version.__version_info__ < (0, 11) else {}
+
+
 def attention(case, config, xcds):
     """The kernels for a GPU of `xcds` dies, called without the public function."""
     arguments = inputs(case)
@@ -104,7 +109,8 @@ def attention(case, config, xcds):
         returns_lse=True,
     )
     operands = {name: arguments[name] for name in ("q", "k", "v")}
-    return jax.jit(lambda x: kernel.attention(p, x, scale=case.K**-0.5, target=None))(operands)
+    program = jax.jit(lambda x: kernel.attention(p, x, scale=case.K**-0.5, target=None), compiler_options=FUSED_ALIKE)
+    return program(operands)
 
 
 # Every order, and the one that is shipped in every dtype; four and three dies, on which KV heads are left over.
@@ -146,26 +152,31 @@ def poison(arguments, keys):
     return arguments | {name: arguments[name].at[:, keys].set(jnp.nan) for name in ("key", "value")}
 
 
-# Blocks of 64 rows and tiles of 32 keys, the default on a CPU: three of one, six of the other.
+# Blocks of 64 rows and tiles of 32 keys, the default on a CPU; of up to 128 rows with small heads elsewhere.
 @pytest.mark.parametrize(
     ("options", "rows", "hidden"),
     [
         # beyond the diagonal of all rows, in the same tile and in others
-        (dict(is_causal=True), slice(None), slice(140, None)),
+        (dict(is_causal=True), slice(None), slice(300, None)),
         # left of every row's window, and right of it
-        (dict(local_window_size=(5, 3)), slice(None), slice(143, None)),
+        (dict(local_window_size=(5, 3)), slice(None), slice(303, None)),
         (dict(local_window_size=(-7, 20)), slice(None), slice(0, 7)),
+        # of every row: these windows are empty
+        (dict(local_window_size=(-3, 1)), slice(None), slice(None)),
+        (dict(local_window_size=(2, -5), is_causal=True), slice(None), slice(None)),
         # and of the windows of one block of rows: the others may turn NaN
-        (dict(local_window_size=(5, 3)), slice(64, 128), slice(0, 59)),
-        (dict(local_window_size=(5, 3)), slice(64, 128), slice(131, None)),
-        (dict(is_causal=True), slice(0, 64), slice(64, None)),
+        (dict(local_window_size=(5, 3)), slice(128, 256), slice(0, 123)),
+        (dict(local_window_size=(5, 3)), slice(128, 256), slice(259, None)),
+        (dict(is_causal=True), slice(0, 128), slice(128, None)),
         (dict(key_value_seq_lengths=jnp.asarray([33, 33])), slice(None), slice(33, None)),
-        (dict(mask=jnp.arange(170) != 21), slice(None), 21),
+        (dict(mask=jnp.arange(330) != 21), slice(None), 21),
     ],
     ids=[
         "beyond the diagonal",
         "right of every window",
         "left of every window",
+        "beside empty windows",
+        "beside empty causal windows",
         "left of a block's windows",
         "right of a block's windows",
         "beyond a block's diagonal",
@@ -174,13 +185,13 @@ def poison(arguments, keys):
     ],
 )
 def test_nan_in_hidden_keys_changes_no_bit(options, rows, hidden):
-    q, k, v = qkv(2, 140, 170, 4, 2, dtype="bfloat16")
+    q, k, v = qkv(2, 300, 330, 4, 2, dtype="bfloat16")
     attention = partial(flash.dot_product_attention, **options, return_residual=True, implementation="pallas")
     arguments = dict(query=q, key=k, value=v)
     clean, poisoned = (
         jax.tree.map(lambda x: x[:, rows], attention(**a)) for a in (arguments, poison(arguments, hidden))
     )
-    chex.assert_tree_all_finite(clean)
+    assert not any(np.isnan(np.asarray(x, np.float32)).any() for x in clean)
     assert bits(clean) == bits(poisoned)
 
 

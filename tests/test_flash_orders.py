@@ -1,7 +1,10 @@
 """The orders of workgroups, enumerated: every tile once, which die reads which keys, and what a call is lowered to."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 import types
 from functools import partial
 from pathlib import Path
@@ -291,3 +294,35 @@ def test_every_row_of_the_table_has_the_intended_order():
         (16, 64, 128, 256, 576),
     ):
         assert default_config(arch, dtype, size, min(size, 512)).order == "kv_group_first"
+
+
+def test_a_program_does_not_depend_on_the_hash_seed():
+    """Or a persistent cache of programs would miss at random."""
+    code = """
+import hashlib, jax, jax.numpy as jnp, flash
+from functools import partial
+from amdgpu import isa
+x, s = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+run = partial(flash.flash_attention, implementation="pallas")
+like_jax = partial(flash.dot_product_attention, implementation="pallas")
+mask, n = jax.ShapeDtypeStruct((64, 64), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
+texts = (
+    isa.lower_rocm(lambda x, s: run(x, x, x, bias=s, q_scale=s, k_scale=s, v_scale=s), x, s, arch="gfx942"),
+    isa.lower_rocm(
+        lambda x, s, mask, n: like_jax(x, x, x, s, mask, scale=s, query_seq_lengths=n, key_value_seq_lengths=n),
+        *(x, s, mask, n), arch="gfx942",
+    ),
+)
+print(hashlib.sha256("".join(text.as_text() for text in texts).encode()).hexdigest())
+"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed in range(1, 4)
+    }
+    assert len(digests) == 1

@@ -411,6 +411,9 @@ def test_short_inputs_take_small_tiles():
         ("num_stages", 0),
         ("block_keys", 0),
         ("block_keys", 100),
+        ("block_keys", 64.0),
+        ("block_keys", True),
+        ("block_q", 16.0),
     ],
 )
 def test_config_refuses_what_cannot_run(field, value):

@@ -210,11 +210,30 @@ TABLE = jnp.zeros((9, SIZE // 2))
         ("key", dict(key=NODE["key"].astype(jnp.float16))),
         ("past_value", dict(past_value=NODE["past_value"].astype(jnp.float16))),
         ("implementation", dict(implementation="xla")),
+        ("query", dict(query=jnp.zeros((B, T, H * SIZE), jnp.int32))),
+        ("key", dict(key=jnp.zeros((B, T, G * SIZE // 2)))),
+        ("attention_bias", dict(attention_bias=jnp.zeros((1, 1, T, 8), jnp.int32))),
+        ("attention_bias", dict(attention_bias=jnp.zeros((1, 3, T, 8)))),
+        ("head_sink", dict(head_sink=jnp.zeros(H, jnp.int32))),
+        ("scale", dict(scale=float("nan"))),
+        ("softcap", dict(softcap=-1.0)),
+        ("seqlens_k", dict(seqlens_k=jnp.full(B, 8))),
+        ("seqlens_k", dict(seqlens_k=jnp.full(B, T - 2))),
+        ("seqlens_k", dict(seqlens_k=jnp.full(B, T), total_sequence_length=T)),
+        ("seqlens_k", dict(seqlens_k=jnp.full(B, 1), query_seqlens=jnp.full(B, 3))),
+        ("query_seqlens", dict(query_seqlens=jnp.full(B, T + 1))),
+        ("query_seqlens", dict(query_seqlens=jnp.full(B, -1))),
     ],
 )
 def test_bad_input_is_named(name, changed):
     with pytest.raises(ValueError, match=f"^{name} must be .*, got "):
         group_query_attention(**NODE | changed)
+
+
+@pytest.mark.parametrize("name", ["seqlens_k", "query_seqlens"])
+def test_numbers_that_are_known_are_checked_under_jit(name):
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got "):
+        jax.jit(lambda query: group_query_attention(**NODE | {"query": query, name: np.full(B, 80)}))(NODE["query"])
 
 
 def test_a_traced_total_needs_a_buffer():

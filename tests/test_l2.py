@@ -75,6 +75,13 @@ def test_dies_share_nothing():
     assert list(l2.streams_per_die([0, 1, 0, 1], 2)) == [1, 1]
 
 
+def test_who_reads_nothing_hits_nothing():
+    options = dict(dies=1, resident=2, capacity=4, spread=0)
+    assert l2.hit_rate([0, 0, 1, 0], [2, 0, 0, 2], **options) == l2.hit_rate([0, 0], [2, 2], **options) == 1 / 2
+    assert l2.hit_rate([0, 0], [0, 0], **options) == 0
+    assert l2.makespan([0, 0], dies=1, resident=2) == 1
+
+
 def test_work_per_die():
     assert list(l2.work_per_die([1, 2, 3, 4, 5], 2)) == [9, 6]
 
