@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from tqdm import tqdm
 
-from benchmarks import gpt_oss, minilm, orders, plot, real_input, sentences, static
+from benchmarks import candidates, gpt_oss, growth, minilm, orders, plot, real_input, sentences, static
 from benchmarks.peaks import peaks_of
 from benchmarks.results import Result, as_text, environment, steps_as_text, write_json
 from benchmarks.run import Settings, copy_rate, fitting, probe_flops, run_case
@@ -40,8 +40,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--orders",
         action="store_true",
-        help="only what flash's orders of workgroups would cost on AMD chips of several dies (a model, no timing)",
+        help="only flash's orders of workgroups: modelled for AMD chips of several dies, and timed on a GPU",
     )
+    parser.add_argument("--growth", action="store_true", help="only how the kernels' time grows with the length")
+    parser.add_argument("--peers", action="store_true", help="also kernels of others that are installed, on a GPU")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of timing (15; 3 without a GPU)")
     parser.add_argument("--isa", action="store_true", help="also what the AMD rows compile to (extra isa; no timing)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write everything measured")
@@ -62,8 +64,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--real and --case exclude each other")
     if options.orders and options.algorithm != "flash":
         parser.error(f"--orders goes with flash, got {options.algorithm}")
-    if options.orders and (options.real or options.text):
-        parser.error("--orders and --real or --text exclude each other")
+    if options.orders and (options.real or options.text or options.growth):
+        parser.error("--orders and --real, --text or --growth exclude each other")
+    if options.growth and (options.case or options.real or options.text):
+        parser.error("--growth and --case, --real or --text exclude each other")
     if options.isa and "gated_delta" not in _algorithms(options):
         parser.error(f"--isa goes with gated_delta or all, got {options.algorithm}")
     return options
@@ -82,6 +86,8 @@ def plan(
     that were asked for by name are run in any case.
     """
     small, odd, real = TABLES[algorithm]
+    if options.growth:
+        real = growth.at_lengths(real)
     if options.case:
         checked = [(case, gpu) for case in (*small, *odd) if case.name in options.case]
         return [*checked, *((case, True) for case in real if case.name in options.case)], ""
@@ -90,7 +96,8 @@ def plan(
     chosen, left = fitting(real, rounds, CPU_SECONDS, probe_flops())
     names = ", ".join(f"{case.name} ({seconds:.0f} s)" for case, seconds in left)
     line = f"{algorithm}, skipped for the time they would take here: {names}" if left else ""
-    return [*((case, False) for case in small), *((case, True) for case in chosen)], line
+    checked = () if options.growth else small
+    return [*((case, False) for case in checked), *((case, True) for case in chosen)], line
 
 
 def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
@@ -99,7 +106,7 @@ def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
     copied = copy_rate(rounds) if gpu and "gqa" in _algorithms(options) else None
     if copied is not None:
         print(f"a copy moves {copied / 1e9:.0f} GB/s here")
-    settings = Settings(gpu=gpu, rounds=rounds, trace=options.trace, copy_rate=copied)
+    settings = Settings(gpu, rounds, options.trace, copied, peers=gpu and options.peers)
     results: list[Result] = []
     for algorithm in _algorithms(options):
         todo, left_out = plan(options, algorithm, gpu, rounds)
@@ -108,9 +115,12 @@ def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
         with tqdm(todo, desc=algorithm, unit="case", disable=None, leave=False) as bar:
             for case, timed in bar:
                 # Interpret mode takes hours for a REAL case and says nothing about speed.
-                only = None if gpu else ("reference",) if timed else ("kernel",)
+                only = ("kernel",) if options.growth or not timed else None
+                if not gpu and timed:
+                    only = ("reference",)
                 found += run_case(case, settings, timed=timed, only=only, on_step=bar.set_postfix_str)
-        for text in (as_text(found), steps_as_text(found), left_out):
+        grown = growth.as_text(found) if options.growth else ""
+        for text in (as_text(found), steps_as_text(found), grown, left_out):
             if text:
                 print(f"\n{text}", flush=True)
         results += found
@@ -145,8 +155,8 @@ def run_real(options: argparse.Namespace, gpu: bool) -> dict[str, dict]:
     return found
 
 
-def run_orders(options: argparse.Namespace) -> list[orders.OrderCost]:
-    """What the orders of workgroups would cost, printed, with pictures where they are asked for."""
+def run_orders(options: argparse.Namespace, gpu: bool) -> tuple[list[orders.OrderCost], list[Result]]:
+    """What the orders of workgroups would cost on AMD chips, and what they take on this GPU, printed; with pictures."""
     every = [case for table in TABLES["flash"] for case in table]
     chosen = [case for case in every if case.name in options.case] if options.case else cases.FLASH_REAL
     with tqdm(desc="orders", disable=None, leave=False) as bar:
@@ -156,19 +166,25 @@ def run_orders(options: argparse.Namespace) -> list[orders.OrderCost]:
             print(f"\n{text}", flush=True)
     for path in orders.write_plots(options.plot, chosen) if options.plot else ():
         print(f"wrote {path}")
-    return found
+    settings = Settings(gpu, options.rounds or ROUNDS_ON_GPU, options.trace)
+    timed = []
+    for case in chosen if gpu else ():
+        timed += run_case(case, settings, timed=True, arms_of=candidates.orders)
+    if timed:
+        print(f"\n{as_text(timed)}")
+    return found, timed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 where a check failed or what was asked for could not run."""
     options = parse(arguments)
-    if options.orders:
-        costs = run_orders(options)
-        if options.json:
-            write_json(options.json, [], None, [], costs)
-            print(f"wrote {options.json}")
-        return 0
     gpu = jax.default_backend() in ("gpu", "cuda", "rocm")
+    if options.orders:
+        costs, results = run_orders(options, gpu)
+        if options.json:
+            write_json(options.json, results, None, [], costs)
+            print(f"wrote {options.json}")
+        return 1 if _reds(results) else 0
     device = environment()
     print(f"device: {device['device_kind']}; jax {device['versions']['jax']}")
     if gpu and peaks_of(device["device_kind"]) is None:
@@ -179,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [] if options.real else run_cases(options, gpu)
     evidence = run_static() if options.isa else []
     # The main job ends on real text; a choice of cases does not.
-    with_text = options.real or options.text or not options.case
+    with_text = options.real or options.text or not (options.case or options.growth)
     found = run_real(options, gpu) if with_text else {}
 
     if options.plot:
@@ -188,13 +204,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         write_json(options.json, results, found or None, evidence or [])
         print(f"wrote {options.json}")
-    red = [result for result in results if result.status == "red"]
-    for result in red:
-        print(f"CHECK FAILED: {result.algorithm} {result.case}, {result.arm}")
+    red = _reds(results)
     wrong = [name for name, one in found.items() if not one["green"]]
     for name in wrong:
         print(f"CHECK FAILED: {name}, real input")
     return 1 if red or wrong or (options.real and not found) or evidence is None else 0
+
+
+def _reds(results: Sequence[Result]) -> list[Result]:
+    """The results beyond their bounds, printed."""
+    red = [result for result in results if result.status == "red"]
+    for result in red:
+        print(f"CHECK FAILED: {result.algorithm} {result.case}, {result.arm}")
+    return red
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 import references.gated_delta
-from flash import flash_attention
+from amdgpu.arch import current_arch, xcds
+from flash import flash_attention, grid
+from flash.tuning import default_config
 from gated_delta import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from gqa import grouped_query_attention
 from references.cases import Case, FlashCase, GatedDeltaCase, GqaCase
@@ -71,6 +73,22 @@ def candidates(case: Case, arguments: dict[str, Any], *, gpu: bool) -> list[Cand
     if isinstance(case, FlashCase):
         return [*_ours(flash_attention, arguments), *(_jax_flash(case, arguments) if gpu else [])]
     return [*_ours(grouped_query_attention, arguments), *(_jax_gqa(case, arguments) if gpu else [])]
+
+
+def orders(case: FlashCase, arguments: dict[str, Any]) -> list[Candidate]:
+    """The kernel with each order of workgroups that exists for the case; the first is the default."""
+    arch = current_arch()
+    row = default_config(arch, case.dtype, case.K, case.V)
+    found = []
+    for order in sorted(grid.ORDERS, key=lambda order: order != row.order):
+        try:
+            grid.check_order(order, case.H, xcds(arch))
+        except ValueError:
+            continue
+        config = dataclasses.replace(row, order=order)
+        attention = functools.partial(flash_attention, implementation="pallas", config=config)
+        found.append(Candidate(order, _tuple(attention), arguments))
+    return found
 
 
 def is_decode(case: GatedDeltaCase) -> bool:

@@ -194,7 +194,7 @@ def as_text(found: Sequence[OrderCost]) -> str:
 def _row(one: OrderCost) -> list[str]:
     default = " *" if one.order == default_config(one.architecture, "bfloat16", 128, 128).order else ""
     name = [f"{one.case} ({one.block_q}x{one.block_k})", f"{one.order}{default}"]
-    if one.note:
+    if one.hbm_bytes is None:
         return [*name, *["-"] * (len(HEADER) - 2)]
     return [
         *name,

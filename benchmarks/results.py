@@ -18,7 +18,7 @@ from benchmarks.table import duration, number, table
 # What became of an arm. "red" differs from the reference by more than the bound and has no time; "absent"
 # cannot run here (the note says why).
 STATUSES = ("timed", "checked", "red", "absent")
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclasses.dataclass
@@ -32,6 +32,7 @@ class Result:
       status: one of STATUSES. note: one line for a reader, often empty.
       errors, bounds: what was compared to the reference ("o", "state", ...) to its error and to the most
         allowed.
+      first: seconds of the first call: tracing, compiling, running.
       seconds: time of one call, a sample per round. calls: calls in a sample.
       median: of `seconds`. tflops: TFLOP/s. gbytes: GB/s. share: of the roofline. ratio: times faster than
         the reference arm. wins: rounds won. scratch: bytes of temporary memory of the compiled program.
@@ -47,6 +48,7 @@ class Result:
     note: str = ""
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     bounds: dict[str, float] = dataclasses.field(default_factory=dict)
+    first: float | None = None
     seconds: list[float] = dataclasses.field(default_factory=list)
     calls: int | None = None
     median: float | None = None
@@ -74,6 +76,7 @@ HEADER = (
     "x reference",
     "rounds won",
     "scratch MiB",
+    "first call",
     "error / bound",
 )
 
@@ -88,11 +91,11 @@ def row(result: Result) -> list[str]:
     name = f"{result.algorithm} {result.case}"
     if result.status != "timed":
         shown = {"checked": "check ok", "red": "CHECK FAILED"}.get(result.status, result.status)
-        return [name, result.arm, shown, "-", "-", "-", "-", "-", "-", check]
+        return [name, result.arm, shown, *["-"] * 6, duration(result.first), check]
     rounds = f"{result.wins}/{len(result.seconds)}"
     share = "-" if result.share is None else f"{100 * result.share:.1f} %"
     figures = [number(result.tflops), number(result.gbytes), share, number(result.ratio)]
-    return [name, result.arm, duration(result.median), *figures, rounds, scratch, check]
+    return [name, result.arm, duration(result.median), *figures, rounds, scratch, duration(result.first), check]
 
 
 def as_text(results: Sequence[Result]) -> str:
@@ -148,7 +151,7 @@ def write_json(
 ) -> None:
     """Everything that was measured, each sample included.
 
-    {"schema": 2, "environment": {...}, "results": [fields of Result, ...], "real_input": {algorithm: {...}} or null,
+    {"schema": 3, "environment": {...}, "results": [fields of Result, ...], "real_input": {algorithm: {...}} or null,
      "static": [fields of Evidence, ...], "orders": [fields of OrderCost, ...]}
 
     JSON has no inf and no NaN: null stands for them (the error of an output that is not finite).

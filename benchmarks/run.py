@@ -14,6 +14,7 @@ from benchmarks import timing
 from benchmarks.candidates import Candidate, candidates, is_decode
 from benchmarks.check import AttentionTruth, GatedDeltaTruth, is_green, truth_of
 from benchmarks.peaks import peaks_of, roofline_share
+from benchmarks.peers import peers
 from benchmarks.results import Result
 from benchmarks.trace import device_seconds, write_trace
 from gated_delta import prefill_scratch_bytes
@@ -29,12 +30,14 @@ class Settings:
     """How cases are run: on a GPU or without, rounds of timing, a folder for traces or None.
 
     copy_rate: bytes that a large copy reads and writes in a second; None where it was not measured.
+    peers: whether kernels of others run beside ours (`benchmarks.peers`).
     """
 
     gpu: bool
     rounds: int
     trace: pathlib.Path | None = None
     copy_rate: float | None = None
+    peers: bool = False
 
 
 def algorithm_of(case: Case) -> str:
@@ -67,6 +70,7 @@ def run_case(
     *,
     timed: bool,
     only: Sequence[str] | None = None,
+    arms_of: Callable[..., list[Candidate]] | None = None,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Check every way of computing a case, then time those that are right, side by side.
@@ -74,6 +78,7 @@ def run_case(
     Args:
       timed: False only checks (a small case in interpret mode).
       only: names of candidates to run, None for all.
+      arms_of: `arms_of(case, arguments)` lists the candidates; by default those of `candidates`, and the peers.
       on_step: told what begins next (progress).
 
     Returns:
@@ -84,7 +89,12 @@ def run_case(
     results: list[Result] = []
     arms: list[timing.Arm] = []
     expected, expected_of = None, None
-    for candidate in candidates(case, arguments, gpu=settings.gpu):
+    if arms_of is not None:
+        found = arms_of(case, arguments)
+    else:
+        found = candidates(case, arguments, gpu=settings.gpu)
+        found += peers(case, arguments) if settings.peers else []
+    for candidate in found:
         if only is not None and candidate.name not in only:
             continue
         on_step(f"{case.name}: {candidate.name}")
@@ -101,10 +111,13 @@ def run_case(
             expected_of = candidate.arguments
         result.errors, result.bounds = _compare(case, candidate, expected, outputs)
         del outputs
-        if not is_green(result.errors, result.bounds):
+        green = is_green(result.errors, result.bounds)
+        if not green and candidate.ours:
             result.status = "red"
         elif timed:
             result.note = _scratch_note(case, candidate) if settings.gpu else ""
+            if not green:
+                result.note = "beyond the bound that holds for ours"
             arms.append(_arm(candidate, program, settings.gpu))
     if arms:
         measured = timing.time_arms(
@@ -136,6 +149,7 @@ def run_case(
 
 def _run_once(candidate: Candidate, result: Result) -> tuple[jax.stages.Compiled, tuple] | None:
     """The program and its outputs. None where that cannot be; why goes into `result`."""
+    start = time.perf_counter()
     try:
         program = candidate.compile()
         memory = program.memory_analysis()
@@ -146,8 +160,9 @@ def _run_once(candidate: Candidate, result: Result) -> tuple[jax.stages.Compiled
             result.status = "absent"
             result.note = f"results and scratch would take {needed / 2**30:.3g} GiB, more than is free"
             return None
-        outputs = program(*_own_state(candidate, candidate.arrays()))
-        return program, jax.block_until_ready(outputs)
+        outputs = jax.block_until_ready(program(*_own_state(candidate, candidate.arrays())))
+        result.first = time.perf_counter() - start
+        return program, outputs
     except NotImplementedError as error:
         result.status, result.note = "absent", _first_line(error)
     except (ValueError, RuntimeError) as error:

@@ -252,7 +252,7 @@ def test_a_red_check_has_no_time_and_fails_the_command(factor, monkeypatch, caps
     (red,) = run.run_case(SMALL, settings, timed=True, only=("reference",))
     assert red.status == "red"
     assert (red.seconds, red.median, red.tflops, red.gbytes, red.ratio) == ([], None, None, None, None)
-    assert results.row(red)[2:-1] == ["CHECK FAILED", *["-"] * 6]
+    assert results.row(red)[2:-1] == ["CHECK FAILED", *["-"] * 6, table.duration(red.first)]
 
     spoil(monkeypatch, "kernel", factor)
     path = tmp_path / "red.json"
@@ -324,7 +324,8 @@ def test_as_on_a_gpu_all_arms_are_timed_side_by_side(monkeypatch):
         (["flash", "--isa"], "--isa goes with gated_delta or all, got flash"),
         (["gqa", "--orders"], "--orders goes with flash, got gqa"),
         (["--orders"], "--orders goes with flash, got all"),
-        (["flash", "--orders", "--real"], "--orders and --real or --text exclude each other"),
+        (["flash", "--orders", "--real"], "--orders and --real, --text or --growth exclude each other"),
+        (["gqa", "--growth", "--case", "prompt"], "--growth and --case, --real or --text exclude each other"),
         (["gqa", "--real", "--case", "prompt"], "--real and --case exclude each other"),
     ],
 )
