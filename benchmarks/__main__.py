@@ -22,6 +22,12 @@ TABLES = {
 # What each runs on real text.
 REAL_RUNS = {"gated_delta": real_input, "flash": sentences, "gqa": gpt_oss}
 ROUNDS_ON_GPU, ROUNDS_ON_CPU = 15, 3
+# Options that say what is run, with those that have no part in it.
+ALONE = {
+    "real": ("case", "peers", "plot", "trace", "isa", "rounds"),
+    "orders": ("real", "text", "full", "growth", "peers"),
+    "growth": ("case", "real", "text", "full", "peers", "isa"),
+}
 # For the REAL cases of one algorithm, where there is no GPU.
 CPU_SECONDS = 32.0
 
@@ -60,14 +66,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.case or () if name not in known]
     if unknown:
         parser.error(f"--case: no {', '.join(unknown)} in {options.algorithm}; there are {', '.join(sorted(known))}")
-    if options.real and options.case:
-        parser.error("--real and --case exclude each other")
     if options.orders and options.algorithm != "flash":
         parser.error(f"--orders goes with flash, got {options.algorithm}")
-    if options.orders and (options.real or options.text or options.growth):
-        parser.error("--orders and --real, --text or --growth exclude each other")
-    if options.growth and (options.case or options.real or options.text):
-        parser.error("--growth and --case, --real or --text exclude each other")
+    for name, others in ALONE.items():
+        if getattr(options, name):
+            clash = [other for other in others if getattr(options, other)]
+            if clash:
+                parser.error(f"--{name} and --{clash[0]} exclude each other")
     if options.isa and "gated_delta" not in _algorithms(options):
         parser.error(f"--isa goes with gated_delta or all, got {options.algorithm}")
     return options
@@ -82,8 +87,8 @@ def plan(
 ) -> tuple[list[tuple[cases.Case, bool]], str]:
     """What to run of an algorithm: cases, each with whether it is timed; and a line on what is left out.
 
-    With a GPU: REAL cases, timed. Without: SMALL ones, checked, and REAL ones for which there is time. Cases
-    that were asked for by name are run in any case.
+    With a GPU: REAL cases, timed. Without: SMALL ones, checked, and REAL ones for which there is time. Under --growth
+    the REAL ones are those of `growth`, and no others. Cases that were asked for by name are run in any case.
     """
     small, odd, real = TABLES[algorithm]
     if options.growth:
@@ -168,15 +173,16 @@ def run_orders(options: argparse.Namespace, gpu: bool) -> tuple[list[orders.Orde
         print(f"wrote {path}")
     settings = Settings(gpu, options.rounds or ROUNDS_ON_GPU, options.trace)
     timed = []
-    for case in chosen if gpu else ():
-        timed += run_case(case, settings, timed=True, arms_of=candidates.orders)
+    with tqdm(chosen if gpu else (), desc="orders, timed", unit="case", disable=None, leave=False) as bar:
+        for case in bar:
+            timed += run_case(case, settings, timed=True, arms_of=candidates.orders, on_step=bar.set_postfix_str)
     if timed:
         print(f"\n{as_text(timed)}")
     return found, timed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 where a check failed or what was asked for could not run."""
+    """Returns the exit status: 0, or 1 where a check failed, or nothing of what was asked for could run."""
     options = parse(arguments)
     gpu = jax.default_backend() in ("gpu", "cuda", "rocm")
     if options.orders:
@@ -189,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"device: {device['device_kind']}; jax {device['versions']['jax']}")
     if gpu and peaks_of(device["device_kind"]) is None:
         print("the peaks of this device are not in benchmarks/peaks.py: no share of the roofline")
+    if options.peers and not gpu:
+        print("--peers: no GPU, so no kernels of others")
     if not gpu:
         print("no GPU: kernels are checked in interpret mode on small cases, references are timed on real ones")
 
@@ -208,7 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = [name for name, one in found.items() if not one["green"]]
     for name in wrong:
         print(f"CHECK FAILED: {name}, real input")
-    return 1 if red or wrong or (options.real and not found) or evidence is None else 0
+    # What was asked for by name.
+    asked = options.real or options.case or options.growth
+    ran = found if options.real else [result for result in results if result.status != "absent"]
+    return 1 if red or wrong or (asked and not ran) or evidence is None else 0
 
 
 def _reds(results: Sequence[Result]) -> list[Result]:

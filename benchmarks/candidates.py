@@ -9,6 +9,8 @@ import jax
 
 import references.gated_delta
 from amdgpu.arch import current_arch, xcds
+from benchmarks import peers
+from benchmarks.candidate import Candidate, PlainAttention
 from flash import flash_attention, grid
 from flash.tuning import default_config
 from gated_delta import chunk_gated_delta_rule, recurrent_gated_delta_rule
@@ -19,60 +21,20 @@ from references.cases import Case, FlashCase, GatedDeltaCase, GqaCase
 DECODE_TOKENS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One way of computing a case.
-
-    Attributes:
-      name: "kernel", "reference", or whose it is.
-      function: `function(**arguments)` returns a tuple of arrays.
-      arguments: of `function`; arrays among them become arguments of the compiled program, the rest is
-        static.
-      state: name of the array that the last output replaces from call to call (donated), or None.
-      ours: whether a wrong result or a refusal to compile is a fault of this package.
-    """
-
-    name: str
-    function: Callable[..., tuple[Any, ...]]
-    arguments: dict[str, Any]
-    state: str | None = None
-    ours: bool = True
-
-    def array_names(self) -> list[str]:
-        return [name for name, value in self.arguments.items() if isinstance(value, jax.Array)]
-
-    def arrays(self) -> list[jax.Array]:
-        """The arguments of `compile`'s program, in order."""
-        return [self.arguments[name] for name in self.array_names()]
-
-    def compile(self) -> jax.stages.Compiled:
-        """The program for these shapes: takes `arrays()`, returns the outputs.
-
-        Raises:
-          NotImplementedError: this way cannot do the case.
-        """
-        names = self.array_names()
-        static = {name: value for name, value in self.arguments.items() if name not in names}
-
-        def call(*arrays):
-            return self.function(**dict(zip(names, arrays, strict=True)), **static)
-
-        # The name of the program in a trace.
-        call.__name__ = self.name.replace(" ", "_")
-        donated = [names.index(self.state)] if self.state is not None else []
-        return jax.jit(call, donate_argnums=donated).lower(*self.arrays()).compile()
-
-
-def candidates(case: Case, arguments: dict[str, Any], *, gpu: bool) -> list[Candidate]:
+def candidates(case: Case, arguments: dict[str, Any], *, gpu: bool, with_peers: bool = False) -> list[Candidate]:
     """All ways of computing `case` with the arguments of `references.cases.inputs`, "reference" among them.
 
     On a CPU "kernel" runs in interpret mode, which says nothing about speed, and no others are listed.
     """
     if isinstance(case, GatedDeltaCase):
-        return _gated_delta(case, arguments, gpu)
-    if isinstance(case, FlashCase):
-        return [*_ours(flash_attention, arguments), *(_jax_flash(case, arguments) if gpu else [])]
-    return [*_ours(grouped_query_attention, arguments), *(_jax_gqa(case, arguments) if gpu else [])]
+        theirs = [peers.fla(arguments, decode=is_decode(case))] if with_peers else []
+        return [*_gated_delta(case, arguments, gpu), *theirs]
+    found = _ours(flash_attention if isinstance(case, FlashCase) else grouped_query_attention, arguments)
+    plain = plain_attention(case, arguments)
+    if gpu and plain is not None:
+        found += _jax(plain)
+        found += peers.attention(plain) if with_peers else []
+    return found
 
 
 def orders(case: FlashCase, arguments: dict[str, Any]) -> list[Candidate]:
@@ -117,47 +79,41 @@ def _ours(attention: Callable, arguments: dict[str, Any]) -> list[Candidate]:
     ]
 
 
-def _jax_flash(case: FlashCase, arguments: dict[str, Any]) -> list[Candidate]:
-    plain = (case.bias, case.softcap, case.q_segments, case.kv_lengths) == (None,) * 4
-    # jax.nn aligns its causal mask top-left: the same only where T = S.
-    if not plain or (case.causal and case.T != case.S):
-        return []
+def plain_attention(case: FlashCase | GqaCase, arguments: dict[str, Any]) -> PlainAttention | None:
+    """What a case comes to for others' attention; None where it asks for more than that can do.
 
-    # The last five are None here.
-    def attend(implementation, *, q, k, v, scale, causal, bias, softcap, q_segment_ids, kv_segment_ids, kv_lengths):
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation=implementation)
+    Sinks are left out, and the note says so. Causal masks and windows are aligned at the top left there, which is the
+    same only where T = S, and where neither is needed: one row that sees all keys.
+    """
+    features = (case.bias, case.softcap)
+    if isinstance(case, FlashCase):
+        features += (case.q_segments, case.kv_lengths)
+        window, sinks = None, None
+    else:
+        features += (case.past, case.lengths, case.kv_dtype)
+        window, sinks = case.window, case.sinks
+    aligned = case.causal and not (case.T == 1 and window is None)
+    if any(x is not None for x in features) or (aligned and case.T != case.S) or (window is not None and not aligned):
+        return None
+    return PlainAttention(
+        arguments={name: arguments[name] for name in ("q", "k", "v", "scale")},
+        same_as=arguments if sinks is None else {**arguments, "sinks": None},
+        is_causal=aligned,
+        window=window,
+        note="" if sinks is None else ", no sinks",
+    )
 
-    return _jax_arms(attend, "", arguments)
 
+def _jax(plain: PlainAttention) -> list[Candidate]:
+    # jax.nn counts the keys before a row's own.
+    window = None if plain.window is None else (plain.window - 1, 0)
 
-def _jax_gqa(case: GqaCase, arguments: dict[str, Any]) -> list[Candidate]:
-    plain = (case.bias, case.softcap, case.past, case.lengths) == (None,) * 4
-    step = case.T == 1 and case.window is None
-    if not plain or not case.causal or not (step or case.T == case.S):
-        return []
-
-    # The last five are None here. jax.nn counts the keys before a row's own, and aligns its causal mask top-left,
-    # which would leave a decode step one key.
-    def attend(implementation, *, q, k, v, scale, causal, window, past, lengths, sinks, bias, softcap):
+    def attend(implementation, *, q, k, v, scale):
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=scale,
-            is_causal=causal and not step,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation=implementation,
+            q, k, v, scale=scale, is_causal=plain.is_causal, local_window_size=window, implementation=implementation
         )
 
-    note = "" if case.sinks is None else ", no sinks"
-    return _jax_arms(attend, note, {**arguments, "sinks": None})
-
-
-def _jax_arms(attend: Callable, note: str, arguments: dict[str, Any]) -> list[Candidate]:
-    return [
-        Candidate(f"jax.nn {name}{note}", _tuple(functools.partial(attend, name)), arguments, ours=False)
-        for name in ("xla", "cudnn")
-    ]
+    return [plain.candidate(f"jax.nn {name}", _tuple(functools.partial(attend, name))) for name in ("xla", "cudnn")]
 
 
 def _tuple(function: Callable) -> Callable:

@@ -5,8 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.plot import families
-from benchmarks.results import Result
+from benchmarks.results import Result, families
 from benchmarks.table import duration, number, table
 from references import cases
 

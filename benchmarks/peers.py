@@ -10,62 +10,54 @@ code takes, as a call through `jit` does.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.candidates import Candidate, is_decode
-from references.cases import Case, FlashCase, GatedDeltaCase
+from benchmarks.candidate import Candidate, PlainAttention
 
 
-def peers(case: Case, arguments: dict[str, Any]) -> list[Candidate]:
-    """The peers that compute what the case asks for; whether they are there shows when they are compiled."""
-    if isinstance(case, GatedDeltaCase):
-        return [TorchCandidate("fla", functools.partial(_fla, decode=is_decode(case)), arguments, ours=False)]
-    plain = (case.bias, case.softcap) == (None, None)
-    # They know no windows and no lengths, have no sinks, and align causal masks at the top left.
-    if isinstance(case, FlashCase):
-        plain &= (case.q_segments, case.kv_lengths) == (None, None)
-        note, step, causal = "", False, case.causal
-    else:
-        plain &= (case.past, case.lengths, case.window, case.kv_dtype) == (None, None, None, None)
-        note, step = "" if case.sinks is None else ", no sinks", case.T == 1
-        causal = case.causal and not step
-        arguments = {**arguments, "sinks": None}
-    if not plain or (causal and case.T != case.S):
+def fla(arguments: dict[str, Any], *, decode: bool) -> Candidate:
+    """The gated delta rule of fla: by chunks, or token by token."""
+    return TorchCandidate("fla", functools.partial(_fla, decode=decode), arguments, ours=False)
+
+
+def attention(plain: PlainAttention) -> list[Candidate]:
+    """Those that compute it; whether they are there shows when they are compiled."""
+    if plain.window is not None:
         return []
-    on_torch = functools.partial(_torch_attention, is_causal=causal)
-    found: list[Candidate] = [TorchCandidate(f"torch{note}", on_torch, arguments, ours=False)]
-    if case.H == case.G and case.K == case.V and not step:
-        found += [
-            Candidate(f"pallas.ops 128x{keys}{note}", functools.partial(_pallas_ops, keys), arguments, ours=False)
-            for keys in (64, 128)
-        ]
+    found = [plain.candidate("torch", functools.partial(_torch_attention, is_causal=plain.is_causal), TorchCandidate)]
+    q, k, v = (plain.arguments[name] for name in "qkv")
+    if q.shape[2] == k.shape[2] and q.shape[3] == v.shape[3] and q.shape[1] > 1:
+        for keys in (64, 128):
+            ours = functools.partial(_pallas_ops, causal=plain.is_causal, block_k=keys)
+            found.append(plain.candidate(f"pallas.ops 128x{keys}", ours))
     return found
 
 
-def _pallas_ops(keys: int, *, q, k, v, scale, causal, **absent) -> tuple[jax.Array]:
+def _pallas_ops(*, q, k, v, scale, causal: bool, block_k: int) -> tuple[jax.Array]:
     try:
-        attention = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+        module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
     except ImportError as missing:
         raise NotImplementedError(f"this jax has no pallas.ops.gpu.attention: {missing}") from missing
-    if q.shape[1] % 128 or k.shape[1] % keys:
+    if q.shape[1] % 128 or k.shape[1] % block_k:
         raise NotImplementedError("pallas.ops attention has no tails")
-    sizes = attention.BlockSizes(block_q=128, block_k=keys)
+    sizes = module.BlockSizes(block_q=128, block_k=block_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (attention.mha(q, k, v, None, sm_scale=scale, causal=causal, block_sizes=sizes),)
+    return (module.mha(q, k, v, None, sm_scale=scale, causal=causal, block_sizes=sizes),)
 
 
-def _torch_attention(*, q, k, v, scale, is_causal, **absent) -> tuple:
+def _torch_attention(*, q, k, v, scale, is_causal: bool) -> tuple:
     attend = importlib.import_module("torch.nn.functional").scaled_dot_product_attention
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return (o.transpose(1, 2),)
 
 
-def _fla(*, decode: bool, cu_seqlens, **arguments) -> tuple:
+def _fla(*, decode: bool, cu_seqlens, state_v_first: bool, **arguments) -> tuple:
+    if state_v_first:
+        raise NotImplementedError("fla's states are [.., K, V]")
     rules = importlib.import_module("fla.ops.gated_delta_rule")
     rule = rules.fused_recurrent_gated_delta_rule if decode else rules.chunk_gated_delta_rule
     # fla counts with int64.
@@ -90,7 +82,7 @@ class TorchProgram:
     def __init__(self, candidate: TorchCandidate):
         self.names = candidate.array_names()
         self.options = {name: x for name, x in candidate.arguments.items() if name not in self.names}
-        self.function: Callable[..., tuple] = candidate.function
+        self.function = candidate.function
         self.tensors: dict[int, tuple[jax.Array, Any]] = {}
         try:
             self.torch = importlib.import_module("torch")

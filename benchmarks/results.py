@@ -129,6 +129,23 @@ def steps_as_text(results: Sequence[Result]) -> str:
     return table(STEP_HEADER, rows) if rows else ""
 
 
+def families(results: Sequence[Result]) -> dict[tuple, list[Result]]:
+    """Timed results that belong in one picture: of one algorithm and, but for the length, of one shape.
+
+    Keys are (algorithm, letter of the length, (letter, size), ...). The length is T, and S with it; where T
+    and S differ (attention of a few new rows over a cache) T is part of the shape and S the length.
+    """
+    groups: dict[tuple, list[Result]] = {}
+    for result in results:
+        if result.status == "timed":
+            shape = result.shape
+            length = "T" if shape.get("S", shape["T"]) == shape["T"] else "S"
+            grows = ("T", "S") if length == "T" else ("S",)
+            fixed = ((letter, size) for letter, size in shape.items() if letter not in grows)
+            groups.setdefault((result.algorithm, length, *fixed), []).append(result)
+    return groups
+
+
 def environment() -> dict[str, Any]:
     """The device and the versions that the numbers belong to."""
     device = jax.devices()[0]

@@ -1,6 +1,7 @@
 """Check and time the ways of computing one case."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -11,10 +12,10 @@ import jax.numpy as jnp
 
 from amdgpu.arch import current_arch
 from benchmarks import timing
-from benchmarks.candidates import Candidate, candidates, is_decode
+from benchmarks.candidate import Candidate, Program
+from benchmarks.candidates import candidates, is_decode
 from benchmarks.check import AttentionTruth, GatedDeltaTruth, is_green, truth_of
 from benchmarks.peaks import peaks_of, roofline_share
-from benchmarks.peers import peers
 from benchmarks.results import Result
 from benchmarks.trace import device_seconds, write_trace
 from gated_delta import prefill_scratch_bytes
@@ -23,6 +24,8 @@ from references.cases import Case, FlashCase, GatedDeltaCase, GqaCase, bytes_mov
 
 # A case's timing is cut to fewer rounds (not below 3) where it would take longer than this.
 TIMING_SECONDS = 30.0
+# Another's result may be this much worse than ours has to be; beyond, it computes something else.
+RIVALS_BOUND = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ def run_case(
     Args:
       timed: False only checks (a small case in interpret mode).
       only: names of candidates to run, None for all.
-      arms_of: `arms_of(case, arguments)` lists the candidates; by default those of `candidates`, and the peers.
+      arms_of: `arms_of(case, arguments)` lists the candidates; by default `candidates` does.
       on_step: told what begins next (progress).
 
     Returns:
@@ -89,12 +92,9 @@ def run_case(
     results: list[Result] = []
     arms: list[timing.Arm] = []
     expected, expected_of = None, None
-    if arms_of is not None:
-        found = arms_of(case, arguments)
-    else:
-        found = candidates(case, arguments, gpu=settings.gpu)
-        found += peers(case, arguments) if settings.peers else []
-    for candidate in found:
+    if arms_of is None:
+        arms_of = functools.partial(candidates, gpu=settings.gpu, with_peers=settings.peers)
+    for candidate in arms_of(case, arguments):
         if only is not None and candidate.name not in only:
             continue
         on_step(f"{case.name}: {candidate.name}")
@@ -106,18 +106,21 @@ def run_case(
         program, outputs = ran
         on_step(f"{case.name}: check {candidate.name}")
         # Candidates that compute the same thing hold the same dict.
-        if expected is None or expected_of is not candidate.arguments:
-            expected = truth_of(case, candidate.arguments, gpu=settings.gpu)
-            expected_of = candidate.arguments
+        same_as = candidate.same_as or candidate.arguments
+        if expected is None or expected_of is not same_as:
+            expected, expected_of = truth_of(case, same_as, gpu=settings.gpu), same_as
         result.errors, result.bounds = _compare(case, candidate, expected, outputs)
         del outputs
-        green = is_green(result.errors, result.bounds)
-        if not green and candidate.ours:
-            result.status = "red"
-        elif timed:
-            result.note = _scratch_note(case, candidate) if settings.gpu else ""
-            if not green:
-                result.note = "beyond the bound that holds for ours"
+        if not is_green(result.errors, result.bounds):
+            if candidate.ours:
+                result.status = "red"
+                continue
+            if not is_green(result.errors, {name: RIVALS_BOUND * x for name, x in result.bounds.items()}):
+                result.status, result.note = "absent", f"wrong: {result.errors}, bounds {result.bounds}"
+                continue
+            result.note = "beyond the bound that holds for ours"
+        if timed:
+            result.note = result.note or (_scratch_note(case, candidate) if settings.gpu else "")
             arms.append(_arm(candidate, program, settings.gpu))
     if arms:
         measured = timing.time_arms(
@@ -143,11 +146,11 @@ def run_case(
             for result in results:
                 if result.arm == "kernel" and names:
                     ours = [name for name in names if name.startswith(algorithm_of(case))]
-                    result.note += f"; in the trace: {', '.join(ours) or 'no kernel of ours'}"
+                    result.note += "; " * bool(result.note) + f"in the trace: {', '.join(ours) or 'no kernel of ours'}"
     return results
 
 
-def _run_once(candidate: Candidate, result: Result) -> tuple[jax.stages.Compiled, tuple] | None:
+def _run_once(candidate: Candidate, result: Result) -> tuple[Program, tuple] | None:
     """The program and its outputs. None where that cannot be; why goes into `result`."""
     start = time.perf_counter()
     try:
@@ -166,8 +169,13 @@ def _run_once(candidate: Candidate, result: Result) -> tuple[jax.stages.Compiled
     except NotImplementedError as error:
         result.status, result.note = "absent", _first_line(error)
     except (ValueError, RuntimeError) as error:
-        # jax's own attention says with these what it cannot do; from our functions they are faults.
+        # From our functions these are faults.
         result.status, result.note = "red" if candidate.ours else "absent", _first_line(error)
+    except Exception as error:
+        # What another cannot do it may say in any way.
+        if candidate.ours:
+            raise
+        result.status, result.note = "absent", f"{type(error).__name__}: {_first_line(error)}"
     return None
 
 
@@ -189,7 +197,7 @@ def _own_state(candidate: Candidate, arrays: list[jax.Array]) -> list[jax.Array]
     return [jnp.copy(x) if name == candidate.state else x for name, x in zip(names, arrays, strict=True)]
 
 
-def _arm(candidate: Candidate, program: jax.stages.Compiled, gpu: bool) -> timing.Arm:
+def _arm(candidate: Candidate, program: Program, gpu: bool) -> timing.Arm:
     arrays = candidate.arrays()
     # Without a GPU calls take so long that caches hardly matter.
     input_sets = timing.rotate(arrays, cache_bytes=timing.CACHE_BYTES if gpu else 0)

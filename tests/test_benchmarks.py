@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import check, peaks, plot, results, run, table, timing, trace
+from benchmarks import check, peaks, results, run, table, timing, trace
+from benchmarks.candidate import Candidate
 from references import cases
 
 # Arithmetic of the samples
@@ -273,10 +274,10 @@ def test_an_arm_that_cannot_do_the_case_is_absent(monkeypatch):
 
     arguments = cases.inputs(SMALL)
     found = [
-        run.Candidate("kernel", refuse, arguments),
-        run.Candidate("jax.nn", crash, arguments, ours=False),
+        Candidate("kernel", refuse, arguments),
+        Candidate("jax.nn", crash, arguments, ours=False),
     ]
-    found.append(run.Candidate("reference", crash, arguments))
+    found.append(Candidate("reference", crash, arguments))
     monkeypatch.setattr(run, "candidates", lambda *args, **options: found)
     kernel, theirs, ours = run.run_case(SMALL, run.Settings(gpu=False, rounds=1), timed=True)
     assert (kernel.status, kernel.note) == ("absent", "no kernel for that yet")
@@ -324,8 +325,11 @@ def test_as_on_a_gpu_all_arms_are_timed_side_by_side(monkeypatch):
         (["flash", "--isa"], "--isa goes with gated_delta or all, got flash"),
         (["gqa", "--orders"], "--orders goes with flash, got gqa"),
         (["--orders"], "--orders goes with flash, got all"),
-        (["flash", "--orders", "--real"], "--orders and --real, --text or --growth exclude each other"),
-        (["gqa", "--growth", "--case", "prompt"], "--growth and --case, --real or --text exclude each other"),
+        (["flash", "--orders", "--real"], "--real exclude each other"),
+        (["flash", "--orders", "--peers"], "--orders and --peers exclude each other"),
+        (["gqa", "--growth", "--case", "prompt"], "--growth and --case exclude each other"),
+        (["gqa", "--growth", "--peers"], "--growth and --peers exclude each other"),
+        (["gqa", "--real", "--trace", "t"], "--real and --trace exclude each other"),
         (["gqa", "--real", "--case", "prompt"], "--real and --case exclude each other"),
     ],
 )
@@ -334,6 +338,16 @@ def test_bad_command_lines(arguments, message, capsys):
         command.parse(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_nothing_that_could_run_is_a_failure(monkeypatch, capsys):
+    def refuse(**arguments):
+        raise NotImplementedError("not that")
+
+    monkeypatch.setattr(run, "candidates", lambda case, arguments, **options: [Candidate("kernel", refuse, arguments)])
+    assert command.main(["gated_delta", "--case", SMALL.name, "--peers"]) == 1
+    printed = capsys.readouterr().out
+    assert "absent: not that" in printed and "--peers: no GPU" in printed
 
 
 def test_a_text_holds_text(tmp_path, capsys):
@@ -416,7 +430,7 @@ def test_pictures_follow_the_length():
     found = [timed_result(B=1, T=T, S=T, window=128) for T in (64, 128)]
     found += [timed_result(B=1, T=1, S=S) for S in (512, 1024)]
     found += [dataclasses.replace(found[0], status="red")]
-    families = plot.families(found)
+    families = results.families(found)
     assert list(families) == [("gqa", "T", ("B", 1), ("window", 128)), ("gqa", "S", ("B", 1), ("T", 1))]
     assert [len(members) for members in families.values()] == [2, 2]
 

@@ -3,6 +3,7 @@
 PyTorch is not installed for the tests: a stand-in of a few lines takes its place, with tensors of NumPy.
 """
 
+import contextlib
 import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import candidates, growth, peers, plot, results, run, timing
+from benchmarks import candidates, growth, results, run, timing
 from flash import grid
 from references import cases, flash
 
@@ -58,7 +59,7 @@ class Torch(ModuleType):
     def __init__(self):
         super().__init__("torch")
         self.taken, self.waits, self.options, self.factor = 0, 0, {}, 1.0
-        self.inference_mode = jax.enable_x64  # any context
+        self.inference_mode = contextlib.nullcontext
         self.cuda = SimpleNamespace(synchronize=self.wait)
         self.nn = ModuleType("torch.nn")
         self.nn.functional = ModuleType("torch.nn.functional")
@@ -87,6 +88,13 @@ def torch(monkeypatch):
     return stand_in
 
 
+def peers_of(case):
+    arguments = cases.inputs(case)
+    alone = {candidate.name for candidate in candidates.candidates(case, arguments, gpu=True)}
+    found = candidates.candidates(case, arguments, gpu=True, with_peers=True)
+    return [candidate for candidate in found if candidate.name not in alone]
+
+
 @pytest.mark.parametrize(
     ("case", "names"),
     [
@@ -107,7 +115,7 @@ def torch(monkeypatch):
     ids=str,
 )
 def test_peers(case, names):
-    found = peers.peers(case, cases.inputs(case))
+    found = peers_of(case)
     assert [candidate.name for candidate in found] == names
     assert not any(candidate.ours for candidate in found)
 
@@ -139,10 +147,38 @@ def test_a_peer_is_checked_and_timed_beside_ours(torch, case):
     assert torch.waits >= 4
 
 
-def test_a_peer_beyond_our_bound_is_timed_and_said_to_be(torch):
-    torch.factor = 1.01
+@pytest.mark.parametrize(
+    ("factor", "status", "note"),
+    [
+        (1 + 1e-4, "timed", "beyond the bound that holds for ours"),
+        (1.5, "absent", "wrong: "),
+        (np.nan, "absent", "wrong: "),
+    ],
+)
+def test_a_peer_beyond_our_bound_is_said_to_be(torch, factor, status, note):
+    torch.factor = factor
     peer = run.run_case(FULL, run.Settings(gpu=True, rounds=1, peers=True), timed=True)[-1]
-    assert (peer.arm, peer.status, peer.note) == ("torch", "timed", "beyond the bound that holds for ours")
+    assert (peer.arm, peer.status) == ("torch", status) and peer.note.startswith(note)
+
+
+@pytest.mark.parametrize("error", [AssertionError("no fp32"), TypeError("no such argument"), BufferError("dlpack")])
+def test_a_peer_may_refuse_in_any_way(torch, monkeypatch, error):
+    def refuse(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    peer = run.run_case(FULL, run.Settings(gpu=True, rounds=1, peers=True), timed=True)[-1]
+    assert (peer.status, peer.note) == ("absent", f"{type(error).__name__}: {error}")
+
+
+def test_the_truth_is_computed_once_for_all_who_compute_the_same(torch, monkeypatch):
+    made = []
+    truth_of = run.truth_of
+    monkeypatch.setattr(run, "truth_of", lambda *args, **options: made.append(1) or truth_of(*args, **options))
+    for case, truths in ((FULL, 1), (dataclasses.replace(STEP, sinks=None), 1), (STEP, 2)):
+        made.clear()
+        run.run_case(case, run.Settings(gpu=True, rounds=1, peers=True), timed=False)
+        assert len(made) == truths
 
 
 def test_fla_gets_what_it_counts_with(torch, monkeypatch):
@@ -157,15 +193,16 @@ def test_fla_gets_what_it_counts_with(torch, monkeypatch):
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, rules)
     packed = dataclasses.replace(PROMPT, cu_seqlens=(0, 10, 40))
-    (peer,) = peers.peers(packed, cases.inputs(packed))
+    (peer,) = peers_of(packed)
     o, state = jax.block_until_ready(peer.compile()(*peer.arrays()))
     assert seen["cu_seqlens"].x.dtype == np.int64 and seen["cu_seqlens"].shape == (3,)
+    assert "state_v_first" not in seen
     assert seen["output_final_state"] is True and seen["g"].shape == (1, 40, 2)
     assert np.asarray(o[:, :3]).shape == (1, 3, 2, 16) and np.asarray(state, np.float64).dtype == np.float64
 
 
 def test_pallas_has_no_tails():
-    _, *found = peers.peers(MHA, cases.inputs(MHA))
+    _, *found = peers_of(MHA)
     assert len(found) == 2
     for peer in found:
         with pytest.raises(NotImplementedError, match="no tails"):
@@ -205,8 +242,11 @@ def test_lengths_make_curves(algorithm):
         results.Result(algorithm, case.name, "kernel", run.shape_of(case), "timed", seconds=[1.0], median=1.0)
         for case, _ in planned
     ]
-    assert all(len(members) >= 3 for members in plot.families(made).values())
-    assert all(case.name in growth.LENGTHS or not growth.at_lengths([case]) for case in real)
+    assert all(len(members) >= 3 for members in results.families(made).values())
+    for case, _ in planned:
+        (parent,) = (one for one in real if one.name == case.name.split(" at ")[0])
+        keys = {} if algorithm == "gated_delta" else {"S": case.T}
+        assert case == dataclasses.replace(parent, name=case.name, T=case.T, **keys)
     # Without a GPU: what fits, and no small cases.
     fits, left_out = command.plan(options, algorithm, False, 3)
     assert all(timed for _, timed in fits) and f"at {longest}" in left_out
