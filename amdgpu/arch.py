@@ -62,6 +62,11 @@ class Arch:
     max_workgroups_per_cu: int
     # Whether there are matrix instructions for fp32 operands. All chips here have them for 16 and 8 bits.
     fp32_matrix: bool
+    # Whether an instruction rounds fp32 to bf16.
+    rounds_to_bf16: bool
+    # Wait states after v_exp_f32 before a vector instruction may read its result, where assembly text has to keep them
+    # itself. None: not looked up, so no such text is written for the chip.
+    exp2_wait_states: int | None
     source: str
 
 
@@ -87,6 +92,8 @@ ARCHITECTURES = (
         max_waves_per_simd=8,  # LLVM
         max_workgroups_per_cu=16,
         fp32_matrix=True,  # CDNA3: v_mfma_f32_16x16x4_f32
+        rounds_to_bf16=False,
+        exp2_wait_states=1,  # LLVM: hasTransForwardingHazard
         source="CDNA3 ISA; LLVM AMDGPU usage; MI300X data sheet",
     ),
     Arch(
@@ -110,6 +117,8 @@ ARCHITECTURES = (
         max_waves_per_simd=8,
         max_workgroups_per_cu=16,
         fp32_matrix=True,  # CDNA4: v_mfma_f32_16x16x4_f32
+        rounds_to_bf16=True,  # CDNA4: v_cvt_pk_bf16_f32
+        exp2_wait_states=1,  # LLVM: hasTransForwardingHazard
         source="CDNA4 ISA; LLVM AMDGPU usage; MI355X data sheet",
     ),
     Arch(
@@ -133,6 +142,8 @@ ARCHITECTURES = (
         max_waves_per_simd=16,  # LLVM
         max_workgroups_per_cu=16,
         fp32_matrix=False,  # RDNA3: WMMA takes 16 bits and fewer
+        rounds_to_bf16=False,
+        exp2_wait_states=None,
         source="RDNA3 ISA; LLVM AMDGPU usage; ROCm hardware table",
     ),
     Arch(
@@ -156,6 +167,8 @@ ARCHITECTURES = (
         max_waves_per_simd=16,
         max_workgroups_per_cu=16,
         fp32_matrix=False,  # RDNA3.5: WMMA takes 16 bits and fewer
+        rounds_to_bf16=False,
+        exp2_wait_states=0,
         source="RDNA3.5 ISA; LLVM AMDGPU usage; ROCm hardware table",
     ),
     Arch(
@@ -179,6 +192,8 @@ ARCHITECTURES = (
         max_waves_per_simd=16,
         max_workgroups_per_cu=16,
         fp32_matrix=False,  # RDNA4: WMMA takes 16 bits and fewer
+        rounds_to_bf16=False,
+        exp2_wait_states=None,
         source="RDNA4 ISA; LLVM AMDGPU usage; ROCm hardware table",
     ),
 )

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 
-def run(
+def by_implementation(
     arrays: dict,
     refer: Callable,
     launch: Callable,

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
-from amdgpu.launch import run
+from amdgpu.launch import by_implementation
 from flash import grid, kernel
 from flash.arguments import as_int32, check_broadcastable, check_numbers, is_known, refuse, static_number
 from flash.tuning import LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE, Config, default_config, default_splits
@@ -54,8 +54,8 @@ def flash_attention(
 
     Logits, maximum, sum and accumulator are fp32. A row that sees no key gives 0, lse -inf and finite
     gradients. Keys that no row may see are never used, not even where they are NaN; a key that some rows see
-    must be finite. On a GPU one Pallas kernel runs, or two where few rows read many keys (split keys, and a merge);
-    elsewhere the blocked reference runs. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives
+    must be finite. Under `implementation="pallas"` one kernel runs, or two where few rows read many keys (split keys,
+    and a merge); else the blocked reference. Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives
     recompute the reference from the inputs.
 
     Args:
@@ -269,7 +269,7 @@ def _run(arrays: dict, qkv: list, mask, refer: Callable, launch: Callable, imple
     """The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet."""
     q, k, v = qkv
     obstacle, empty = _obstacle(q, k, v, mask), 0 in (q.size, k.size)
-    return run(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
+    return by_implementation(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
 
 
 def _obstacle(q, k, v, mask) -> str | None:
@@ -327,8 +327,19 @@ def _pallas(
     config = config or default_config(architecture, dtype, K, V)
     grid.check_order(config.order, H, xcds(architecture))
     problem = grid.Problem(
-        *(B, T, S, H, G, K, V, dtype, config, xcds(architecture)),
-        **positions._asdict(),
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=H,
+        groups=G,
+        key_size=K,
+        value_size=V,
+        dtype=dtype,
+        config=config,
+        xcds=xcds(architecture),
+        left=positions.left,
+        right=positions.right,
+        bottom_right=positions.bottom_right,
         softcap=softcap,
         bias=operands["bias"].shape if "bias" in operands else None,
         mask=operands["mask"].shape if "mask" in operands else None,

@@ -141,8 +141,7 @@ class Problem:
 
     @property
     def num_warps(self) -> int:
-        """A warp multiplies at least 16 rows; up to four share them: one alone would hold too many keys and values."""
-        return min(self.config.num_warps, max(4, self.block_q // 16))
+        return warps_of(self.config.num_warps, self.block_q)
 
     @property
     def blocks(self) -> int:
@@ -172,6 +171,11 @@ class Problem:
     def out_dtype(self) -> jnp.dtype:
         """e4m3 has three bits of mantissa, and the output has no scale of its own: it is bf16 there."""
         return jnp.dtype(jnp.bfloat16) if self.dtype.itemsize == 1 else self.dtype
+
+
+def warps_of(most: int, rows: int) -> int:
+    """A warp multiplies at least 16 rows; up to four share them: one alone would hold too many keys and values."""
+    return min(most, max(4, rows // 16))
 
 
 def tile_size(size: int) -> int:

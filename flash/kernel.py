@@ -12,7 +12,7 @@ Plain logits are q.k, unscaled, and c is scale log2(e): the scale costs nothing 
 is scaled, capped and biased first, and c is log2(e).
 
 A hidden key has s = -inf. m is finite from the start, so rows without a key so far have p = exp2(-inf) = 0 and a = 1.
-Keys and values that no row of the block sees are not read, so 0 times NaN does not arise.
+Values that no row of the block sees are not read, so 0 times NaN does not arise.
 
 m, l, o and s are fp32; p is rounded to the dtype of V for its product. Heads whose size is no power of two are walked
 in parts (`grid.parts`), so q, k, v and o are lists of tiles.
@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from amdgpu import arch
 from amdgpu.launch import vary_alike
 from flash import grid
 from flash.grid import Problem
@@ -74,8 +75,8 @@ def load_tile(ref, rows: Axis, columns: Axis, at=()):
 
 def load_pairs(ref, rows: Axis, columns: Axis):
     """The tile ref[rows, columns] of an array that may have size 1 along an axis, and so has the tile."""
-    one = jnp.zeros(1, jnp.int32)
-    i, j = (one if n == 1 else a.index for n, a in zip(ref.shape, (rows, columns), strict=True))
+    first = jnp.zeros(1, jnp.int32)
+    i, j = (first if n == 1 else a.index for n, a in zip(ref.shape, (rows, columns), strict=True))
     return plgpu.load(ref.at[i[:, None], j[None, :]])
 
 
@@ -87,20 +88,24 @@ def dot(x, y, precision=None):
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
 
 
-def exp2(x, target):
-    """2 ** x, fp32; on a GPU by one instruction, which makes results below 2^-126 zero.
+def chip_of(target: str | None) -> arch.Arch | None:
+    """The facts of an AMD chip that is known."""
+    return arch.facts(target) if target in arch.KNOWN else None
 
-    What compilers make of `jnp.exp2` spends six more on those results. AMD chips that are not named here get it
-    nevertheless: a compiler does not see what an assembly text needs of the instructions after it.
+
+def exp2(x, target):
+    """2 ** x, fp32; by one instruction where it is known how to write it, which makes results below 2^-126 zero.
+
+    What compilers make of `jnp.exp2` spends six more on those results.
     """
+    chip = chip_of(target)
     if target == "cuda":
         asm, constraints, pack = "ex2.approx.ftz.f32 $0, $1;", "=f,f", 1
-    elif target in ("gfx942", "gfx950", "gfx1151"):
-        # Eight at a time, in place.
+    elif chip and chip.exp2_wait_states is not None:
+        # Eight at a time, in place. Of what follows the compiler does not see that it has to wait.
         pack = 8 if x.ndim == 2 else 1
-        lines = [f"v_exp_f32 ${i}, ${i}" for i in range(pack)]
-        # gfx9: a vector instruction right after may not read the result (LLVM: hasTransForwardingHazard).
-        asm = "\n".join(lines if target == "gfx1151" else [*lines, "s_nop 0"])
+        waits = ["s_nop 0"] * chip.exp2_wait_states
+        asm = "\n".join([f"v_exp_f32 ${i}, ${i}" for i in range(pack)] + waits)
         constraints = ",".join(["=v"] * pack + [str(i) for i in range(pack)])
     else:
         return jnp.exp2(x)
@@ -111,9 +116,10 @@ def exp2(x, target):
 
 def round_weights(p, dtype, target):
     """p >= 0, fp32, rounded to `dtype`."""
-    if dtype == jnp.bfloat16 and target in ("gfx942", "gfx1100", "gfx1151", "gfx1201"):
-        # These chips cannot round to bf16. What the compiler does instead takes 4 times as many instructions; this
-        # differs from it where p lies half way between two bf16 numbers.
+    chip = chip_of(target)
+    if dtype == jnp.bfloat16 and chip and not chip.rounds_to_bf16:
+        # What the compiler does instead of an instruction takes 4 times as many as this, which differs from it where p
+        # lies half way between two bf16 numbers.
         bits = lax.bitcast_convert_type(p, jnp.uint32) + jnp.uint32(0x8000)
         return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)
     return p.astype(dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from amdgpu.arch import current_arch
-from amdgpu.launch import run
+from amdgpu.launch import by_implementation
 from gated_delta import decode, grid, kernel
 from gated_delta.tuning import Config, default_config
 from references import gated_delta as reference
@@ -258,7 +258,7 @@ def _run(arrays: dict, options: _Options, phase: str) -> tuple[Array, Array | No
     refer = functools.partial(_reference, options=options)
     launch = functools.partial(_pallas, options=options, phase=phase)
     obstacle = _obstacle(arrays["q"].shape[-1])
-    return run(arrays, refer, launch, options.implementation, obstacle=obstacle, empty=_is_empty(arrays))
+    return by_implementation(arrays, refer, launch, options.implementation, obstacle=obstacle, empty=_is_empty(arrays))
 
 
 def _is_empty(arrays: dict) -> bool:

@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
-from amdgpu.launch import run
+from amdgpu.launch import by_implementation
 from flash.arguments import as_int32, check_broadcastable, check_numbers, is_known, refuse, static_number
 from gqa import decode, grid, kernel
 from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
@@ -49,10 +49,11 @@ def grouped_query_attention(
         out = sum exp(l_j - m) v_j / den;   lse = m + log(den)
 
     Logits, maximum, sum and accumulator are fp32. Cache rows that no query row may see are never used, not
-    even where they are NaN; a cache row that some query rows see must be finite. Few query rows and many keys go to a
-    kernel that shares the keys out in blocks of 2048, other shapes to one that shares the query rows out. Composes
-    with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs. `past`
-    and `lengths` are operands: new values compile nothing anew.
+    even where they are NaN; a cache row that some query rows see must be finite. Under `implementation="pallas"` a
+    kernel shares out the query rows; where a KV group has few (`gqa.tuning.uses_rows_kernel`), another takes them all
+    at once and shares out the keys, in blocks of 2048 or less, and a third merges. Else the blocked reference runs.
+    Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs.
+    `past` and `lengths` are operands: new values compile nothing anew.
 
     Args:
       q: `[B, T, H, K]` in bf16, fp16, fp32 (float64: on the reference only).
@@ -190,7 +191,7 @@ def _attend(arrays: dict, options: Options, implementation: str | None, config: 
 
     # The kernels have not been checked on a GPU case by case, so None does not choose them yet.
     obstacle, empty = _obstacle(arrays["q"], arrays["v"]), 0 in (arrays["q"].size, arrays["k"].size)
-    return run(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
+    return by_implementation(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
 
 
 def _obstacle(q, v) -> str | None:
@@ -227,7 +228,14 @@ def _pallas(
         workgroups = B * G * -(-T * (H // G) // config.block_q)
         config = dataclasses.replace(config, block_keys=default_block_keys(architecture, workgroups, reach))
     problem = grid.Problem(
-        *(B, T, S, H, G, K, V, dtype),
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=H,
+        groups=G,
+        key_size=K,
+        value_size=V,
+        dtype=dtype,
         config=config,
         xcds=xcds(architecture),
         packed=packed,

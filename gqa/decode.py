@@ -1,9 +1,10 @@
 """The rows kernel of grouped-query attention: few query rows, many keys; and the merge of blocks of keys.
 
 All query rows of a KV group are the rows of one tile, so each key is read once and scored once for each row, whatever
-the number of heads. One workgroup walks the keys of one block (2048 of them by default) with the online softmax. Where
-one block holds all keys that a row may see, it writes the results. Else each block leaves its m, l and o in fp32, and
-per row the merge puts them together, where the sink joins:
+the number of heads. One workgroup walks the keys of one block with the online softmax: 2048 keys, or fewer where that
+would leave most of the device idle (`gqa.tuning.default_block_keys`). Where one block holds all keys that a row may
+see, it writes the results. Else each block leaves its m, l and o in fp32, and per row the merge puts them together,
+where the sink joins:
 
     M = max_i m_i;  w_i = exp2(m_i - M);  l = sum_i w_i l_i;  o = sum_i w_i o_i
 
@@ -32,8 +33,8 @@ MERGE_TILE = 8192
 
 def load_bias(ref, heads, t, keys: Axis):
     """The tile of packed rows of an array `[heads, t, keys]` that may have size 1 along an axis."""
-    one = jnp.zeros(1, jnp.int32)
-    h, t, j = (one if n == 1 else i for n, i in zip(ref.shape, (heads, t, keys.index), strict=True))
+    first = jnp.zeros(1, jnp.int32)
+    h, t, j = (first if n == 1 else i for n, i in zip(ref.shape, (heads, t, keys.index), strict=True))
     return plgpu.load(ref.at[h[:, None], t[:, None], j[None, :]]).astype(jnp.float32)
 
 
@@ -104,14 +105,14 @@ def merge_body(ins, outs, *, p: Problem, scale, target):
 
     state, steps = empty_softmax(1, values), -(-p.key_blocks // tile)
     state = step(0, state) if steps == 1 else lax.fori_loop(0, steps, step, state)
-    one = jnp.zeros(1, jnp.int32)
-    sink = plgpu.load(ins["sinks"].at[one]) if "sinks" in p.given else None
-    there = one + row // p.heads_per_group < ins["lengths"][0] if "lengths" in p.given else None
+    first = jnp.zeros(1, jnp.int32)
+    sink = plgpu.load(ins["sinks"].at[first]) if "sinks" in p.given else None
+    there = jnp.broadcast_to(row // p.heads_per_group < ins["lengths"][0], 1) if "lengths" in p.given else None
     o, lse = results_of(state, c, sink, there, target)
     for part, x in zip(values, o, strict=True):
-        store_tile(outs["o"], Axis(one, None), part, x.astype(p.dtype))
+        store_tile(outs["o"], Axis(first, None), part, x.astype(p.dtype))
     if p.returns_lse:
-        plgpu.store(outs["lse"].at[one], lse)
+        plgpu.store(outs["lse"].at[first], lse)
 
 
 def rows(p: Problem, operands: dict, *, scale: float, target: str | None):

@@ -27,7 +27,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flash.grid import Plan, greater, group_of, kv_group_first, lesser, result_shapes, softmax_buffers, tile_size
+from flash.grid import (
+    Plan,
+    greater,
+    group_of,
+    kv_group_first,
+    lesser,
+    result_shapes,
+    softmax_buffers,
+    tile_size,
+    warps_of,
+)
 from gqa.tuning import Config
 
 
@@ -81,8 +91,8 @@ class Problem:
 
     @property
     def num_warps(self) -> int:
-        """A warp of the prefill kernel multiplies at least 16 rows; those of the rows kernel may share out the keys."""
-        return self.config.num_warps if self.packed else min(self.config.num_warps, self.block_q // 16)
+        """In the prefill kernel as flash attention's; in the rows kernel warps may share out the keys."""
+        return self.config.num_warps if self.packed else warps_of(self.config.num_warps, self.block_q)
 
     @property
     def row_tiles(self) -> int:

@@ -98,25 +98,38 @@ def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, stat
     return softmax_step(state, s, v, c=c, target=target, precision=precision)
 
 
+def sink_units(c: float) -> tuple[float, float]:
+    """(unit, largest): a sink's exponent is unit times the sink where that is large (`exponent_of`), and finite up to
+    the largest sink."""
+    unit = float(LOG2_E * (power_of_two_from(c) / c))
+    return unit, 2 * LARGEST_LOGIT / max(unit, 2.0)
+
+
+def with_sink(state: Softmax, sink, c: float, target) -> Softmax:
+    """One more logit a row, in natural units, without a value; its weight is one fused multiply-add, as the keys'."""
+    m, l, o = state
+    unit, largest = sink_units(c)
+    sink = jnp.minimum(sink, largest)
+    unit = jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, unit)
+    m_new = jnp.maximum(m, sink * unit)
+    a = exp2(m - m_new, target)
+    return Softmax(m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o])
+
+
 def results_of(state: Softmax, c: float, sink, there, target):
     """(output, lse) of rows with a `sink` each, or None; where not `there` (None: all are), 0 and -inf."""
-    m, l, o = state
     if sink is not None:
-        # As `exponent_of`, in natural units; a weight is a fused multiply-add like those of the keys.
-        given = jnp.broadcast_to(sink.astype(jnp.float32), m.shape)
-        large_unit = LOG2_E * (power_of_two_from(c) / c)
-        # Its exponent stays finite.
-        largest = 2 * LARGEST_LOGIT / max(large_unit, 2.0)
-        sink = jnp.minimum(given, largest)
-        unit = jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, large_unit)
-        m_new = jnp.maximum(m, sink * unit)
-        a = exp2(m - m_new, target)
-        m, l, o = m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o]
+        sink = jnp.broadcast_to(sink.astype(jnp.float32), state.m.shape)
+        state = with_sink(state, sink, c, target)
+    m, l, o = state
     if there is not None:
         l, o = jnp.where(there, l, 0.0), [jnp.where(there[:, None], x, 0.0) for x in o]
     o, lse = finish(Softmax(m, l, o), c)
-    # Beside a sink that large nothing else weighs anything.
-    return o, lse if sink is None else jnp.where((given > largest) & (l > 0), given, lse)
+    if sink is not None:
+        # Beside a sink that large nothing else weighs anything.
+        _, largest = sink_units(c)
+        lse = jnp.where((sink > largest) & (l > 0), sink, lse)
+    return o, lse
 
 
 def prefill_body(ins, outs, *, p: Problem, scale, target):

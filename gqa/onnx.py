@@ -58,31 +58,41 @@ def group_query_attention(
     Composes with jit: the arrays may be traced, with one exception (total_sequence_length).
 
     Args:
-      query: `[B, T, H K]`, or packed `[B, T, H K + G K + G K]` (then key and value are None), in fp32, fp16
-      or bf16. key: `[B, T, G K]`. value: `[B, T, G V]`. past_key: `[B, G, P, K]`, the cache: P is the number
-      of past keys, or the capacity of a shared buffer. past_value: `[B, G, P, V]`. seqlens_k: int32 `[B]`,
-      the *index* of each row's last valid key: valid keys minus 1. total_sequence_length: int32 scalar, the
-      most valid keys of any row. The present caches are as long as the past
-        where that holds the total already; only then may the total be traced. Else they have the total's
-        length.
-      cos_cache: `[positions, K / 2]`, or fewer columns: half of the part of each head that is rotated, the
-      first one. sin_cache: likewise. position_ids: int `[B, T]`, the positions to rotate by; `past_b + t` by
-      default. attention_bias: `[B or 1, H or 1, T, up to the present length]`, added to the capped logits.
-      head_sink: `[H]`, one more logit in each row's denominator. query_seqlens: int32 `[B]`, the valid new
-      tokens of each row. num_heads: H. kv_num_heads: G. scale: factor of the logits; 0 is `K**-0.5`.
-      softcap: cap on the logits; 0 is none. local_window_size: keys that a row sees, its own included; -1 is
-      no limit; 0 gives rows of zeros. do_rotary: 1 rotates q and k (https://arxiv.org/abs/2104.09864).
+      query: `[B, T, H K]`, or packed `[B, T, H K + G K + G K]` (then key and value are None), in bf16, fp16 or fp32
+        (float64: on the reference only); so are all of key, value and the caches.
+      key: `[B, T, G K]`.
+      value: `[B, T, G V]`.
+      past_key: `[B, G, P, K]`, the cache: P is the number of past keys, or the capacity of a shared buffer.
+      past_value: `[B, G, P, V]`.
+      seqlens_k: int32 `[B]`, the *index* of each row's last valid key: valid keys minus 1.
+      total_sequence_length: int32 scalar, the most valid keys of any row. The present caches are as long as the past
+        where that holds the total already; only then may the total be traced. Else they have the total's length.
+      cos_cache: `[positions, K / 2]`, or fewer columns: half of the part of each head that is rotated, the first one.
+      sin_cache: likewise.
+      position_ids: int `[B, T]`, the positions to rotate by; `past_b + t` by default.
+      attention_bias: `[B or 1, H or 1, T, up to the present length]`, added to the capped logits.
+      head_sink: `[H]`, one more logit in each row's denominator.
+      query_seqlens: int32 `[B]`, the valid new tokens of each row.
+      num_heads: H.
+      kv_num_heads: G.
+      scale: factor of the logits; 0 is `K**-0.5`.
+      softcap: cap on the logits; 0 is none.
+      local_window_size: keys that a row sees, its own included; -1 is no limit; 0 gives rows of zeros.
+      do_rotary: 1 rotates q and k (https://arxiv.org/abs/2104.09864).
       rotary_interleaved: 1 pairs neighbours `(2 i, 2 i + 1)`, 0 pairs halves `(i, i + size / 2)`.
-      smooth_softmax: 1 is a head_sink of 0; a head_sink that is given wins. qk_output: 0, 1 or 2: which
-      logits the fourth output would hold. num_outputs: of the node; the fourth, output_qk, is not made here.
-      implementation: as in `grouped_query_attention`. config: as in `grouped_query_attention`.
+      smooth_softmax: 1 is a head_sink of 0; a head_sink that is given wins.
+      qk_output: 0, 1 or 2: which logits the fourth output would hold.
+      num_outputs: of the node; the fourth, output_qk, is not made here.
+      implementation: as in `grouped_query_attention`.
+      config: as in `grouped_query_attention`.
 
     Returns:
       output `[B, T, H V]` in query's dtype, zeros in the rows from `T_b` on (ONNX Runtime leaves them
       unspecified), and present_key, present_value `[B, G, present length, size]`.
 
     Raises:
-      ValueError: an input of the wrong shape or value, or missing; the message names it.
+      ValueError: an input of the wrong shape or value, or missing; the message names it. Values of seqlens_k and
+        query_seqlens are checked where they are known at trace time.
       NotImplementedError: `num_outputs=4`; what `grouped_query_attention` cannot do.
     """
     if num_outputs > 3:

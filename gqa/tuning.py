@@ -13,7 +13,8 @@ class Config:
       block_q: query rows of a workgroup; a power of two, 16 to 256. Short inputs take fewer. Rows of one head in the
         prefill kernel, of all heads of a KV group in the rows kernel.
       block_k: keys of a tile; a power of two, 16 to 256. Short inputs take fewer.
-      num_warps: wavefronts (warps) in a workgroup; a power of two, 1 to 16.
+      num_warps: wavefronts (warps) in a workgroup; a power of two, 1 to 16. Short inputs take fewer in the prefill
+        kernel.
       num_stages: depth of the software pipeline of the loads of keys and values.
       head_tile: most elements of a head in one tile, a power of two from 16 to 256; larger heads are walked in parts.
       block_keys: keys that one workgroup of the rows kernel walks, a multiple of block_k. Where there are more, several

@@ -1,11 +1,12 @@
 """The comparison is worth something: kernels with one fault each, of kinds that shipped elsewhere, fail it."""
 
-import types
-from pathlib import Path
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
-from attention_truth import flash_rows, worst_excess
+from attention_truth import flash_rows, qkv, softmax_rows, worst_excess
+from planted import broken
 
 import flash
 from flash import api, grid, kernel
@@ -15,17 +16,6 @@ from references.cases import FlashCase, inputs
 # Ragged queries and keys, two KV heads of two query heads each, and a batch row with fewer keys.
 CASE = FlashCase("broken", "", 2, 40, 50, 4, 2, 16, 16, causal=True, kv_lengths=(50, 37))
 FULL = FlashCase("broken full", "", 2, 40, 50, 4, 2, 16, 16, kv_lengths=(50, 37))
-
-
-def broken(module, *edits):
-    """A module with pieces of its source replaced; each piece stands there exactly once."""
-    source = Path(module.__file__).read_text()
-    for old, new in edits:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    found = types.ModuleType(f"broken_{module.__name__}")
-    exec(compile(source, found.__name__, "exec"), found.__dict__)
-    return found
 
 
 def causal_off_by_one():
@@ -130,6 +120,53 @@ def test_faults_of_the_grid_are_seen(monkeypatch, fault, case):
         # The functions of the broken module find each other there.
         monkeypatch.setattr(grid, name, wrong)
     assert excess_of(case, 3 if fault is one_split_counted_twice else 1) > 10
+
+
+# Of a call like jax.nn's: a window over several tiles of keys, and rows of the second batch row that end at 150.
+LIKE_JAX = dict(local_window_size=(70, 40), query_seq_lengths=jnp.asarray([200, 150]))
+
+
+def excess_like_jax():
+    jax.clear_caches()
+    q, k, v = qkv(2, 200, 200, 1, 1)
+    seen = [[range(max(t - 70, 0), min(t + 41, 200) if t < n else 0) for t in range(200)] for n in (200, 150)]
+    o64, lse64 = softmax_rows(q, k, v, lambda b, t: seen[b][t])
+    attend = partial(flash.dot_product_attention, implementation="pallas", return_residual=True, **LIKE_JAX)
+    return worst_excess(attend(q, k, v), (o64, lse64))
+
+
+def window_one_wider():
+    wrong = broken(grid, ("first = greater(t + shift - p.left, 0)", "first = greater(t + shift - p.left - 1, 0)"))
+    return dict(keys_of_row=wrong.keys_of_row)
+
+
+def window_one_longer():
+    wrong = broken(grid, ("end = lesser(end, t + shift + p.right + 1)", "end = lesser(end, t + shift + p.right + 2)"))
+    return dict(keys_of_row=wrong.keys_of_row)
+
+
+def left_tile_not_masked():
+    wrong = broken(
+        grid, ("free_start = lesser(greater(-(-first_of_last // p.block_k), start), stop)", "free_start = start")
+    )
+    return dict(key_tiles=wrong.key_tiles)
+
+
+@pytest.mark.parametrize("fault", [window_one_wider, window_one_longer, left_tile_not_masked])
+def test_faults_of_windows_are_seen(monkeypatch, fault):
+    for name, wrong in fault().items():
+        monkeypatch.setattr(grid, name, wrong)
+    assert excess_like_jax() > 10
+
+
+def test_query_lengths_that_hide_nothing_are_seen(monkeypatch):
+    wrong = broken(kernel, ("there = stored_rows.index < rows_end", "there = stored_rows.index < p.queries"))
+    monkeypatch.setattr(api, "kernel", wrong)
+    assert excess_like_jax() > 10
+
+
+def test_the_call_like_jax_as_it_is_passes():
+    assert excess_like_jax() <= 1
 
 
 @pytest.mark.parametrize(("fault", "case"), KERNEL_FAULTS, ids=lambda x: str(getattr(x, "__name__", x)))

@@ -5,15 +5,14 @@ import os
 import re
 import subprocess
 import sys
-import types
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from planted import broken
 
 import flash
 from amdgpu import isa, l2
@@ -132,17 +131,9 @@ PLANTED = (
 )
 
 
-def broken_grid(right, wrong):
-    source = Path(grid.__file__).read_text()
-    assert source.count(right) == 1, right
-    module = types.ModuleType("broken_grid")
-    exec(compile(source.replace(right, wrong), "broken_grid", "exec"), module.__dict__)
-    return module
-
-
 @pytest.mark.parametrize(("order", "right", "wrong"), PLANTED)
 def test_planted_faults_are_seen(order, right, wrong):
-    module = broken_grid(right, wrong)
+    module = broken(grid, (right, wrong))
     with pytest.raises((AssertionError, IndexError)):
         for B, G, Q in itertools.product((1, 3), (2, 4, 12), (3, 8)):
             assert_bijection(getattr(module, order), B, 12, G, Q, 4)
@@ -150,7 +141,8 @@ def test_planted_faults_are_seen(order, right, wrong):
 
 def test_a_planted_fault_of_the_dies_is_seen():
     """A bijection still, and every result is right: only that two dies share each KV head."""
-    module = broken_grid("w // X // (r * Q) * X + w % X", "w // X // (r * Q) * X + w % X // 2 * 2 + w // X % 2")
+    right, wrong = "w // X // (r * Q) * X + w % X", "w // X // (r * Q) * X + w % X // 2 * 2 + w // X % 2"
+    module = broken(grid, (right, wrong))
     for B, H, G, Q in ((1, 8, 8, 8), (2, 16, 8, 4)):
         b, h, _ = assert_bijection(grid.kv_group_first, B, H, G, Q, 8)
         assert_one_die(b * G + h // (H // G), 8, "as it is")

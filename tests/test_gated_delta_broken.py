@@ -1,11 +1,11 @@
 """The comparison is worth something: kernels with one fault each, of kinds that shipped elsewhere, fail it."""
 
-import types
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import jax
 import pytest
+from planted import broken
 
 import gated_delta
 from gated_delta import api, grid, kernel
@@ -17,15 +17,7 @@ CASE = GatedDeltaCase("broken", "", 1, 90, 2, 4, 16, 16, gates=-1e-3)
 CONFIG = gated_delta.Config(16, 2, 1)
 
 
-def broken_kernel(*edits):
-    """gated_delta.kernel with pieces of its source replaced; each piece stands there exactly once."""
-    source = Path(kernel.__file__).read_text()
-    for old, new in edits:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    module = types.ModuleType("broken_kernel")
-    exec(compile(source, "broken_kernel", "exec"), module.__dict__)
-    return module
+broken_kernel = partial(broken, kernel)
 
 
 def carry_scaled():

@@ -392,7 +392,7 @@ def test_blocks_are_smaller_where_they_leave_a_device_idle():
 
 def test_short_inputs_take_small_tiles():
     p = problem(3, 20, config=Config(128, 64, 8))
-    assert (p.block_q, p.block_k, p.num_warps) == (16, 32, 1)
+    assert (p.block_q, p.block_k, p.num_warps) == (16, 32, 4)
     # Of the rows kernel the warps share the keys.
     p = problem(3, 20, config=Config(128, 64, 4), packed=True)
     assert (p.rows, p.block_q, p.block_k, p.num_warps) == (9, 16, 32, 4)
