@@ -6,6 +6,7 @@ did not fit, accesses to the scratch memory where they went, and LDS.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import pytest
@@ -125,3 +126,23 @@ def test_tiles_of_another_row():
     config = dataclasses.replace(tuning.default_config("gfx1151", 2, 128, 128, "prefill"), head_tile=256, num_stages=1)
     (report,) = compiled("gfx1151", "prefill", 128, config=config)
     assert report.scratch_in_loops > 0 and report.faults
+
+
+def first_size(row):
+    """Of a row for sizes up to 128, 64 where no other row is for that; else its own."""
+    smaller = ROWS_BY_SIZE.get((row.architecture, row.kernel, row.itemsize, 64))
+    return 64 if row.head_size == 128 and smaller is None else row.head_size
+
+
+ROWS_BY_SIZE = {(row.architecture, row.kernel, row.itemsize, row.head_size): row for row in ROWS}
+FIGURES = [row for row in ROWS if re.match(r"static: [\d.]+ / ", row.reason)]
+
+
+@pytest.mark.parametrize("row", FIGURES, ids=lambda row: f"{row.architecture}-{row.kernel}-{row.head_size}")
+def test_the_figures_of_the_table(row):
+    """What a row says of itself, at the smallest size that it serves: the mask-free loop, and the worst masked one."""
+    found = loops(row.architecture, row.kernel, first_size(row), config=row.config)
+    free, *masked = found if row.kernel == "prefill" else (found[1], found[0], found[2])
+    said = re.match(r"static: ([\d.]+) / ([\d.]+)", row.reason).groups()
+    # Another compiler's would differ a little.
+    assert [float(x) for x in said] == pytest.approx([free, max(masked)], rel=0.03)
