@@ -16,7 +16,17 @@ from jax.typing import ArrayLike
 from amdgpu.arch import current_arch, xcds
 from amdgpu.launch import by_implementation
 from flash import grid, kernel
-from flash.arguments import as_int32, check_broadcastable, check_numbers, is_known, refuse, static_number
+from flash.arguments import (
+    as_int32,
+    check_broadcastable,
+    check_choice,
+    check_heads,
+    check_integers,
+    check_numbers,
+    is_known,
+    refuse,
+    static_number,
+)
 from flash.tuning import LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE, Config, default_config, default_splits
 from references import flash as reference
 
@@ -106,9 +116,7 @@ def flash_attention(
         v_scale=v_scale,
     )
     options = _Options(bool(causal), static_number(scale), static_number(softcap), bool(return_lse))
-    _check_implementation(implementation, ("pallas", "reference"))
-    if config is not None and not isinstance(config, Config):
-        refuse("config", repr(config), "a flash.Config or None")
+    check_choice(implementation, ("pallas", "reference"), config, Config)
     return _flash_attention(_check_flash(arrays, options), options, implementation, config)
 
 
@@ -163,7 +171,7 @@ def dot_product_attention(
       NotImplementedError: `implementation="pallas"`, and K > 576, V > 512, a dtype of float64 or a mask with 2^31
         elements or more.
     """
-    _check_implementation(implementation, ("pallas", "reference", "xla", "cudnn"))
+    check_choice(implementation, ("pallas", "reference", "xla", "cudnn"))
     if implementation in ("xla", "cudnn"):
         others: dict[str, Any] = dict(
             scale=scale,
@@ -356,11 +364,6 @@ def _pallas(
         return kernel.attention(problem, operands, scale=scale, target=target)
 
 
-def _check_implementation(implementation, allowed: tuple[str, ...]):
-    if implementation is not None and implementation not in allowed:
-        refuse("implementation", repr(implementation), f"None or one of {', '.join(map(repr, allowed))}")
-
-
 def _check_flash(arrays: dict, options: _Options) -> dict:
     known = arrays["kv_lengths"]
     arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
@@ -375,7 +378,11 @@ def _check_flash(arrays: dict, options: _Options) -> dict:
         ("kv_segment_ids", (B, S), "[B, S]"),
         ("kv_lengths", (B,), "[B]"),
     ):
-        arrays[name] = _checked_integers(name, arrays[name], shape, axes)
+        check_integers(name, arrays[name], {shape: axes})
+    if arrays["q_segment_ids"] is not None:
+        # Ids are names: of wider ones the lower half counts.
+        arrays |= {name: arrays[name].astype(jnp.int32) for name in ("q_segment_ids", "kv_segment_ids")}
+    arrays["kv_lengths"] = as_int32(arrays["kv_lengths"])
     _check_range("kv_lengths", known, S)
     for name in ("q_scale", "k_scale", "v_scale"):
         x = arrays[name]
@@ -394,7 +401,8 @@ def _check_dot_product(arrays: dict, window) -> dict:
     if arrays["scale"] is not None and arrays["scale"].shape != ():
         refuse("scale", f"shape {arrays['scale'].shape}", "None or a scalar")
     for name, lengths in known.items():
-        arrays[name] = _checked_integers(name, arrays[name], (B,), "[B]")
+        check_integers(name, arrays[name], {(B,): "[B]"})
+        arrays[name] = as_int32(arrays[name])
         # jax.nn takes lengths beyond the end for the end.
         _check_range(name, lengths, np.iinfo(np.int32).max)
     sizes = window if isinstance(window, tuple | list) else (window, window)
@@ -413,25 +421,10 @@ def _check_qkv(names, arrays, ranks, dtypes) -> tuple[int, int, int, int]:
             refuse(name, x.dtype.name, f"one of {', '.join(dtypes)}")
         if x.dtype != arrays[0].dtype:
             refuse(name, x.dtype.name, f"of {names[0]}'s dtype {arrays[0].dtype.name}")
-        if 0 in x.shape[-2:]:
-            refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
     q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
-    (B, T, H, K), (S, G) = q.shape, k.shape[1:3]
-    if k.shape[0] != B or k.shape[3] != K:
-        refuse(names[1], f"shape {k.shape}", f"[B, S, G, K] with {names[0]}'s B = {B} and K = {K}")
-    if v.shape[:3] != k.shape[:3]:
-        refuse(names[2], f"shape {v.shape}", f"[B, S, G, V] with {names[1]}'s B, S, G = {k.shape[:3]}")
-    if H % G:
-        refuse(names[0], f"H = {H} heads", f"of a multiple of {names[1]}'s G = {G} heads")
+    check_heads(names, q, k, v, k.shape[1:3])
+    (B, T, H, _), S = q.shape, k.shape[1]
     return B, T, H, S
-
-
-def _checked_integers(name, x, shape, axes):
-    if x is None:
-        return None
-    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
-        refuse(name, f"{x.dtype.name} {x.shape}", f"integers {axes} = {shape}")
-    return x.astype(jnp.int32) if name.endswith("ids") else as_int32(x)
 
 
 def _check_range(name, x, most):

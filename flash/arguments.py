@@ -41,7 +41,38 @@ def check_broadcastable(name: str, x, shape, kind=jnp.floating) -> None:
         refuse(name, f"shape {x.shape}", f"broadcastable to [B, H, T, S] = {shape}")
 
 
+def check_choice(implementation, allowed: tuple[str, ...], config=None, kind: type | None = None) -> None:
+    """`implementation` is None or one of `allowed`, and `config` None or of a kind."""
+    if implementation is not None and implementation not in allowed:
+        refuse("implementation", repr(implementation), f"None or one of {', '.join(map(repr, allowed))}")
+    if config is not None and kind is not None and not isinstance(config, kind):
+        refuse("config", repr(config), f"a {kind.__module__.split('.')[0]}.{kind.__name__} or None")
+
+
+def check_heads(names: tuple[str, str, str], q, k, v, keys_and_heads: tuple[int, int]) -> None:
+    """Arrays of four axes, each as the other two say; `keys_and_heads` are k's S and G."""
+    (S, G), (B, _, H, K) = keys_and_heads, q.shape
+    for name, x in zip(names, (q, k, v), strict=True):
+        if 0 in x.shape[2:]:
+            refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
+    if k.shape[0] != B or k.shape[3] != K:
+        refuse(names[1], f"shape {k.shape}", f"[B, S, G, K] with {names[0]}'s B = {B} and K = {K}")
+    if v.shape[:3] != k.shape[:3]:
+        refuse(names[2], f"shape {v.shape}", f"[B, S, G, V] with {names[1]}'s B, S, G = {(B, S, G)}")
+    if H % G:
+        refuse(names[0], f"H = {H} heads", f"of a multiple of {names[1]}'s G = {G} heads")
+
+
+def check_integers(name: str, x, shapes: dict[tuple[int, ...], str]) -> None:
+    """x, if given, holds integers, in one of the shapes; each stands beside the names of its axes."""
+    if x is not None and (x.shape not in shapes or not jnp.issubdtype(x.dtype, jnp.integer)):
+        allowed = " or ".join(f"{axes} = {shape}" if shape else axes for shape, axes in shapes.items())
+        refuse(name, f"{x.dtype.name} {x.shape}", f"integers, {allowed}")
+
+
 def as_int32(x):
-    """Integers, saturated: one beyond int32 does not come out as another's position."""
+    """Integers, or None, saturated: one beyond int32 does not come out as another's position."""
+    if x is None:
+        return None
     widest, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
     return jnp.clip(x, max(widest.min, own.min), min(widest.max, own.max)).astype(jnp.int32)

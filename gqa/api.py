@@ -13,7 +13,17 @@ from jax.typing import ArrayLike
 
 from amdgpu.arch import current_arch, xcds
 from amdgpu.launch import by_implementation
-from flash.arguments import as_int32, check_broadcastable, check_numbers, is_known, refuse, static_number
+from flash.arguments import (
+    as_int32,
+    check_broadcastable,
+    check_choice,
+    check_heads,
+    check_integers,
+    check_numbers,
+    is_known,
+    refuse,
+    static_number,
+)
 from gqa import decode, grid, kernel
 from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
 from references import gqa as reference
@@ -139,10 +149,11 @@ def append_kv(
             refuse(f"cache_{name}", cache.dtype.name, "of a float dtype")
         if new.dtype != cache.dtype:
             refuse(f"{name}_new", new.dtype.name, f"of cache_{name}'s dtype {cache.dtype.name}")
-    past = _checked_past(past, B)
-    lengths = None if lengths is None else _checked_lengths(jnp.asarray(lengths), B)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    check_integers("past", past, _past_shapes(B))
+    check_integers("lengths", lengths, {(B,): "[B]"})
     _check_fits(*known, T, S)
-    return _append_kv(cache_k, cache_v, k_new, v_new, past, lengths)
+    return _append_kv(cache_k, cache_v, k_new, v_new, as_int32(past), as_int32(lengths))
 
 
 class Options(NamedTuple):
@@ -162,10 +173,7 @@ def attend(
 
     With `heads_first` k and v are `[B, G, S, size]`.
     """
-    if implementation not in (None, "pallas", "reference"):
-        refuse("implementation", repr(implementation), "None, 'pallas' or 'reference'")
-    if config is not None and not isinstance(config, Config):
-        refuse("config", repr(config), "a gqa.Config or None")
+    check_choice(implementation, ("pallas", "reference"), config, Config)
     return _attend(_check(arrays, options, heads_first), options, implementation, config, heads_first)
 
 
@@ -274,19 +282,12 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
             refuse(name, f"shape {x.shape}", f"{axes}, of rank 4")
         if x.dtype.name not in DTYPES:
             refuse(name, x.dtype.name, f"one of {', '.join(DTYPES)}")
-        if 0 in x.shape[2:]:
-            refuse(name, f"shape {x.shape}", "without an empty axis of heads or features")
     if k.dtype != q.dtype and not (q.dtype == jnp.float32 and k.dtype.itemsize == 2):
         refuse("k", k.dtype.name, f"of q's dtype {q.dtype.name}, or 16-bit where q is float32")
     if v.dtype != k.dtype:
         refuse("v", v.dtype.name, f"of k's dtype {k.dtype.name}")
-    (B, T, H, K), (S, G) = q.shape, _keys_and_heads(k, heads_first)
-    if k.shape[0] != B or k.shape[3] != K:
-        refuse("k", f"shape {k.shape}", f"[B, S, G, K] with q's B = {B} and K = {K}")
-    if v.shape[:3] != k.shape[:3]:
-        refuse("v", f"shape {v.shape}", f"[B, S, G, V] with k's B, S, G = {k.shape[:3]}")
-    if H % G:
-        refuse("q", f"H = {H} heads", f"of a multiple of k's G = {G} heads")
+    (B, T, H, _), (S, G) = q.shape, _keys_and_heads(k, heads_first)
+    check_heads(("q", "k", "v"), q, k, v, (S, G))
     if sinks is not None and (sinks.shape != (H,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
         refuse("sinks", f"{sinks.dtype.name} {sinks.shape}", f"floats [H] = {(H,)}")
     check_broadcastable("bias", bias, (B, H, T, S))
@@ -294,26 +295,17 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
     if window is not None and not (isinstance(window, numbers.Integral) and 1 <= window < 2**31):
         refuse("window", repr(window), "None or an int from 1 (itself only) to 2**31 - 1")
     check_numbers(options.scale, options.softcap)
-    if past is not None:
-        arrays["past"] = _checked_past(past, B)
-    elif T > S:
+    check_integers("past", past, _past_shapes(B))
+    check_integers("lengths", lengths, {(B,): "[B]"})
+    arrays |= {"past": as_int32(past), "lengths": as_int32(lengths)}
+    if past is None and T > S:
         refuse("past", f"None with T = {T} and S = {S}", "given where k holds fewer than T keys")
-    if lengths is not None:
-        arrays["lengths"] = _checked_lengths(lengths, B)
     _check_fits(S - T if past is None else known[0], known[1], T, S)
     return arrays
 
 
-def _checked_past(past, B):
-    if past.shape not in ((), (B,)) or not jnp.issubdtype(past.dtype, jnp.integer):
-        refuse("past", f"{past.dtype.name} {past.shape}", f"integers, scalar or [B] = {(B,)}")
-    return as_int32(past)
-
-
-def _checked_lengths(lengths, B):
-    if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        refuse("lengths", f"{lengths.dtype.name} {lengths.shape}", f"integers [B] = {(B,)}")
-    return as_int32(lengths)
+def _past_shapes(B):
+    return {(): "a scalar", (B,): "[B]"}
 
 
 def _check_fits(past, lengths, T, S):
