@@ -153,6 +153,11 @@ class Problem:
         return self.config.splits or 1
 
     @property
+    def fixed_maximum(self) -> bool:
+        """fp16 has no room for weights that are larger than 1."""
+        return self.config.fixed_maximum and self.dtype == jnp.bfloat16
+
+    @property
     def hides_keys(self) -> bool:
         """Whether more than a row's position decides which keys it sees."""
         return self.bias is not None or self.mask is not None or "q_segment_ids" in self.given

@@ -38,6 +38,8 @@ LOG2_E = math.log2(math.e)
 LARGE_EXPONENT = 2.0**28
 # Where a maximum starts: finite, so that a row without a key so far has weights exp2(-inf - m) = 0.
 LOWEST_EXPONENT = float(jnp.finfo(jnp.float32).min)
+# A sum of weights relative to a maximum that is not moved. Of bf16 values up to 2^67 the weighted sum is finite too.
+LARGEST_SUM = 2.0**60
 # What a bias adds up to stays below: twice as much is finite, and above LOWEST_EXPONENT.
 LARGEST_LOGIT = 1.7e38
 
@@ -150,14 +152,50 @@ def logits(p, q, k, factor, precision):
     return s * factor if p.natural_logits else s
 
 
-def walk(step, cuts, state: Softmax) -> Softmax:
-    """`step(tile, state, masked)` over the tiles of keys of `key_tiles`: masked, free of masks, masked."""
+def loop(lo, hi, step, state: Softmax) -> Softmax:
+    """`step(tile, state)` from lo to hi. A loop that is known never to run is not there."""
+    if lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo >= hi):
+        return state
+    return lax.fori_loop(lo, hi, step, state)
+
+
+def walk(step, cuts, empty: Softmax, leave, *, fixed_maximum: bool) -> None:
+    """`leave(state)` after `step(tile, state, masked)` for all tiles of `key_tiles`: masked, free of masks, masked.
+
+    With `fixed_maximum` the masked tiles and one more come first and give each row a maximum. The free tiles that are
+    left are weighed relative to it, by steps with `fixed=True`: a third fewer instructions. Where that was too small
+    (`fits`), all tiles are walked and left once more.
+    """
     start, free_start, free_stop, stop = cuts
-    for lo, hi, masked in ((start, free_start, True), (free_start, free_stop, False), (free_stop, stop, True)):
-        # A loop that is known never to run is not there.
-        if not (lo is hi or (isinstance(lo, int) and isinstance(hi, int) and lo == hi)):
-            state = lax.fori_loop(lo, hi, functools.partial(step, masked=masked), state)
-    return state
+    before, free, after = (start, free_start), (free_start, free_stop), (free_stop, stop)
+    masked, moving, fixed = (
+        functools.partial(step, masked=True),
+        functools.partial(step, masked=False),
+        functools.partial(step, masked=False, fixed=True),
+    )
+    if not fixed_maximum or free_start is free_stop:
+        return leave(loop(*after, masked, loop(*free, moving, loop(*before, masked, empty))))
+    fixed_from = jnp.minimum(free_start + 1, jnp.maximum(free_start, free_stop))
+    state = loop(*before, masked, loop(*after, masked, empty))
+    state = loop(fixed_from, free_stop, fixed, loop(free_start, fixed_from, moving, state))
+    lost = jnp.where(fixed_from < free_stop, 1 - fits(state), 0)
+    leave(state)
+
+    @pl.when(lost > 0)
+    def again():
+        # 0, but not for the compiler, which would compute the same addresses once for both walks and hold them in
+        # registers all through the first.
+        zero = lost >> 1
+        leave(loop(start + zero, stop + zero, masked, empty), zero)
+
+
+def fits(state: Softmax):
+    """1 where the sums of all rows stayed far from overflow, else 0; bf16 holds any weight that a sum of fp32 holds."""
+    within = state.l < LARGEST_SUM
+    for x in state.o:
+        # Not a maximum: on AMD it drops NaN.
+        within = within & (jnp.sum(jnp.abs(x), axis=1) < jnp.inf)
+    return jnp.min(within.astype(jnp.int32))
 
 
 def with_bias(s, bias):
@@ -181,7 +219,7 @@ def exponent_of(s, c):
     return jnp.where(jnp.abs(x) < LARGE_EXPONENT, x, power_of_two_from(c) * s)
 
 
-def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
+def softmax_step(state: Softmax, s, v, *, c, target, precision=None, fixed: bool = False) -> Softmax:
     """The state after one more tile of keys.
 
     Args:
@@ -189,10 +227,10 @@ def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
       v: values `[keys, part of V]` each; finite, also of hidden keys.
       c: > 0; a weight is exp2(c s).
       target, precision: as in `exp2` and `dot`.
+      fixed: whether m stays what it is (`walk`).
     """
     m, l, o = state
-    m_new = jnp.maximum(m, exponent_of(jnp.max(s, axis=1), c))
-    a = exp2(m - m_new, target)
+    m_new = m if fixed else jnp.maximum(m, exponent_of(jnp.max(s, axis=1), c))
     # One fused multiply-add, in which m is rounded and c s is not: one factor for the whole row. It cancels, also from
     # tile to tile, since all weights are relative to the m that is carried. Where m is huge that factor would overflow,
     # and a power of two for c makes both exact. Logits that differ at all then differ by 16 / c or more, so what weighs
@@ -200,11 +238,10 @@ def softmax_step(state: Softmax, s, v, *, c, target, precision=None) -> Softmax:
     c_row = jnp.where(jnp.abs(m_new) < LARGE_EXPONENT, c, power_of_two_from(c))
     p = exp2(c_row[:, None] * s - m_new[:, None], target)
     rounded = round_weights(p, v[0].dtype, target)
-    return Softmax(
-        m_new,
-        a * l + jnp.sum(p, axis=1),
-        [a[:, None] * x + dot(rounded, y, precision) for x, y in zip(o, v, strict=True)],
-    )
+    if not fixed:
+        a = exp2(m - m_new, target)
+        l, o = a * l, [a[:, None] * x for x in o]
+    return Softmax(m_new, l + jnp.sum(p, axis=1), [x + dot(rounded, y, precision) for x, y in zip(o, v, strict=True)])
 
 
 def finish(state: Softmax, c):
@@ -281,7 +318,7 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
     elif not p.natural_logits and scale < 0:
         q = [-x for x in q]
 
-    def step(tile, state, masked):
+    def step(tile, state, masked, fixed=False):
         start = tile * p.block_k
         j = start + lax.iota(jnp.int32, p.block_k)
         # In the place of keys that no row sees stands one that a row sees: it exists, and is finite.
@@ -297,21 +334,23 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
             if p.hides_keys:
                 keys = Axis(keys.index, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
         v = [load_tile(ins["v"], keys, part).astype(p.product_dtype) for part in values]
-        return softmax_step(state, s, v, c=c, target=target, precision=precision)
+        return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
-    state = empty_softmax(p.block_q, values)
-    state = walk(step, grid.key_tiles(p, block, split, length, rows_end), state)
+    def leave(state, zero=0):
+        stored = Axis(stored_rows.index + zero, stored_rows.mask)
+        if "query_lengths" in ins:
+            there = stored.index < rows_end
+            o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
+            state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
+        if p.splits == 1:
+            return store_results(p, ins, outs, stored, values, state, c)
+        for name in ("m", "l"):
+            plgpu.store(outs[name].at[stored.index], getattr(state, name), mask=stored.mask)
+        for part, o in zip(values, state.o, strict=True):
+            store_tile(outs["o"], stored, part, o)
 
-    if "query_lengths" in ins:
-        there = stored_rows.index < rows_end
-        o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
-        state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
-    if p.splits == 1:
-        return store_results(p, ins, outs, stored_rows, values, state, c)
-    for name in ("m", "l"):
-        plgpu.store(outs[name].at[stored_rows.index], getattr(state, name), mask=stored_rows.mask)
-    for part, o in zip(values, state.o, strict=True):
-        store_tile(outs["o"], stored_rows, part, o)
+    cuts = grid.key_tiles(p, block, split, length, rows_end)
+    walk(step, cuts, empty_softmax(p.block_q, values), leave, fixed_maximum=p.fixed_maximum)
 
 
 def merge_body(ins, outs, *, p: Problem, scale, target):

@@ -109,6 +109,11 @@ class Problem:
         return -(-self.reach // self.config.block_keys)
 
     @property
+    def fixed_maximum(self) -> bool:
+        """As in `flash.grid.Problem`."""
+        return self.config.fixed_maximum and self.dtype == jnp.bfloat16
+
+    @property
     def natural_logits(self) -> bool:
         """Whether logits are scaled before the softmax, and not inside of its exponent."""
         return self.softcap is not None or self.bias is not None

@@ -74,7 +74,9 @@ def seen(p: Problem, t, past, start, end):
     return j < end_of_row if p.window is None else (j < end_of_row) & (j >= first_of_row)
 
 
-def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, state, *, scale, target) -> Softmax:
+def attend(
+    p: Problem, ins, q, keys: Axis, features, values, bias, allowed, state, *, scale, target, fixed=False
+) -> Softmax:
     """The state after one more tile of keys.
 
     Args:
@@ -82,6 +84,7 @@ def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, stat
       keys: where the tile's keys are; they exist and are finite, also in the place of hidden ones.
       bias: `[rows or 1, keys or 1]`, or None.
       allowed: which keys each row sees, bool `[rows or 1, keys]`; None: all rows see all of them.
+      fixed: as in `softmax_step`.
     """
     precision, c = product_precision(p.dtype, target), logit_unit(p, scale)
     # A cache of 16 bits under rows of 32 is widened, exactly.
@@ -95,7 +98,7 @@ def attend(p: Problem, ins, q, keys: Axis, features, values, bias, allowed, stat
     if allowed is not None:
         s = jnp.where(allowed, s, -jnp.inf)
     v = [load_tile(ins["v"], keys, part).astype(p.dtype) for part in values]
-    return softmax_step(state, s, v, c=c, target=target, precision=precision)
+    return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
 
 def sink_units(c: float) -> tuple[float, float]:
@@ -146,27 +149,30 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
         rows = Axis(jnp.minimum(t, grid.greater(grid.lesser(new, p.queries) - 1, 0)), None)
     q = signed(p, scale, [load_tile(ins["q"], rows, part) for part in features])
 
-    def step(i, state, masked):
+    def step(i, state, masked, fixed=False):
         start = i * p.block_k
         j = start + lax.iota(jnp.int32, p.block_k)
+        options = dict(scale=scale, target=target, fixed=fixed)
         if not masked:
-            return attend(p, ins, q, Axis(j, None), features, values, None, None, state, scale=scale, target=target)
+            return attend(p, ins, q, Axis(j, None), features, values, None, None, state, **options)
         # In the place of a key that no row sees stands one that a row sees.
         keys = Axis(jnp.minimum(j if p.window is None else jnp.maximum(j, first), end - 1), None)
         allowed = seen(p, rows.index, past, start, end)
         bias = None if p.bias is None else load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
-        return attend(p, ins, q, keys, features, values, bias, allowed, state, scale=scale, target=target)
+        return attend(p, ins, q, keys, features, values, bias, allowed, state, **options)
 
-    c = logit_unit(p, scale)
-    state = empty_softmax(p.block_q, values)
-    state = walk(step, grid.key_tiles(p, tile, past, new), state)
+    def leave(state, zero=0):
+        there = Axis(stored.index + zero, stored.mask)
+        sink = ins["sinks"][0] if "sinks" in p.given else None
+        is_new = there.index < new if "lengths" in p.given else None
+        o, lse = results_of(state, logit_unit(p, scale), sink, is_new, target)
+        for part, x in zip(values, o, strict=True):
+            store_tile(outs["o"], there, part, x.astype(p.dtype))
+        if p.returns_lse:
+            plgpu.store(outs["lse"].at[there.index], lse, mask=there.mask)
 
-    sink = ins["sinks"][0] if "sinks" in p.given else None
-    o, lse = results_of(state, c, sink, t < new if "lengths" in p.given else None, target)
-    for part, x in zip(values, o, strict=True):
-        store_tile(outs["o"], stored, part, x.astype(p.dtype))
-    if p.returns_lse:
-        plgpu.store(outs["lse"].at[stored.index], lse, mask=stored.mask)
+    cuts = grid.key_tiles(p, tile, past, new)
+    walk(step, cuts, empty_softmax(p.block_q, values), leave, fixed_maximum=p.fixed_maximum)
 
 
 def launch(body, name: str, p: Problem, plan: Plan, operands: dict, interpret: bool):

@@ -1,8 +1,9 @@
 """How the kernels of grouped-query attention are cut on each architecture, and which of them runs."""
 
 import dataclasses
+import functools
 
-from flash.tuning import COMPUTE_UNITS, check_ints, check_tiles
+from flash.tuning import COMPUTE_UNITS, check_bool, check_ints, check_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Config:
       head_tile: most elements of a head in one tile, a power of two from 16 to 256; larger heads are walked in parts.
       block_keys: keys that one workgroup of the rows kernel walks, a multiple of block_k. Where there are more, several
         workgroups share them, and a second kernel merges what they leave. The prefill kernel has no use for it.
+      fixed_maximum: as in `flash.Config`. The rows kernel has no use for it.
 
     Raises:
       ValueError: a value out of its range, when the Config is built.
@@ -30,10 +32,12 @@ class Config:
     num_stages: int = 1
     head_tile: int = 256
     block_keys: int = 2048
+    fixed_maximum: bool = False
 
     def __post_init__(self):
         check_tiles(self)
         check_ints(self, "block_keys")
+        check_bool(self, "fixed_maximum")
         if self.block_keys < 1 or self.block_keys % self.block_k:
             raise ValueError(f"block_keys must be a multiple of block_k = {self.block_k}, got {self.block_keys!r}")
 
@@ -58,18 +62,19 @@ class Row:
 
 # Static evidence (machine code, not a timing): instructions of the mask-free loop / of the masked loops for each matrix
 # instruction, fp16, T = 512 behind 8192 keys (prefill) or one row over 8192 keys (rows); no scratch access in them
-# unless it is said.
+# unless it is said. "bf16": its mask-free loop where the maximum is fixed (`flash.tuning`).
+fixed = functools.partial(Config, fixed_maximum=True)
 ROWS = (
-    Row("gfx942", "prefill", 2, 64, Config(128, 64, 4, 1), "static: 9.5 / 11.9, two workgroups a CU"),
+    Row("gfx942", "prefill", 2, 64, fixed(128, 64, 4), "static: 9.5 / 11.9, two workgroups a CU; bf16 8.2"),
     Row("gfx942", "prefill", 2, 128, Config(128, 64, 4, 1), "static: 6.3 / 7.9, nothing spilled"),
-    Row("gfx942", "prefill", 2, 256, Config(128, 32, 4, 1), "static: 6.0 / 7.5, nothing spilled"),
+    Row("gfx942", "prefill", 2, 256, fixed(128, 32, 4), "static: 6.0 / 7.5, nothing spilled; bf16 4.4"),
     Row("gfx942", "prefill_window", 2, 128, Config(128, 64, 4, 1), "static: 9.7 / 14.3; 64x64 takes 1.6 times as many"),
     Row("gfx942", "prefill_window", 2, 256, Config(128, 32, 4, 1), "static: 6.0 / 7.8"),
     Row("gfx942", "rows", 2, 128, Config(64, 64, 4, 1), "static: four workgroups a CU at 64, three at 128"),
     Row("gfx942", "rows", 2, 256, Config(64, 32, 4, 1), "static: four workgroups a CU"),
-    Row("gfx950", "prefill", 2, 64, Config(256, 128, 8, 1), "static: 13.1 / 17.4; 128x64 with 4 waves: 15.4 / 20.7"),
+    Row("gfx950", "prefill", 2, 64, fixed(256, 128, 8), "static: 13.1 / 17.4; 128x64, 4 waves: 15.4 / 20.7; bf16 10.9"),
     Row("gfx950", "prefill", 2, 128, Config(256, 64, 8, 1), "static: 9.5 / 12.0; 128x64 with 4 waves: 10.8 / 13.2"),
-    Row("gfx950", "prefill", 2, 256, Config(128, 32, 8, 1), "static: 10.4 / 12.2"),
+    Row("gfx950", "prefill", 2, 256, fixed(128, 32, 8), "static: 10.4 / 12.2; bf16 7.8"),
     Row("gfx950", "prefill_window", 2, 128, Config(128, 64, 4, 1), "static: 15.4 / 24.3, at 128 10.7 / 15.5"),
     Row("gfx950", "prefill_window", 2, 256, Config(128, 32, 8, 1), "static: 10.8 / 14.2"),
     Row("gfx950", "rows", 2, 128, Config(64, 64, 4, 1), "static: five workgroups a CU at 64, three at 128"),

@@ -135,6 +135,24 @@ def first_size(row):
 
 
 ROWS_BY_SIZE = {(row.architecture, row.kernel, row.itemsize, row.head_size): row for row in ROWS}
+FIXED = [row for row in ROWS if row.config.fixed_maximum]
+
+
+@pytest.mark.parametrize("row", FIXED, ids=lambda row: f"{row.architecture}-{row.head_size}")
+def test_a_fixed_maximum(row):
+    """It saves a tenth of the instructions at least, and costs no workgroup on a CU and no spill."""
+    plain = dataclasses.replace(row.config, fixed_maximum=False)
+    (ours,), (without,) = (
+        compiled(row.architecture, row.kernel, row.head_size, "bfloat16", config=config)
+        for config in (row.config, plain)
+    )
+    assert (ours.spilled_vgprs, ours.scratch_bytes, ours.faults) == (0, 0, ())
+    assert ours.occupancy.workgroups_per_cu == without.occupancy.workgroups_per_cu
+    free = min(loop.instructions_per_matrix for loop in ours.loops)
+    assert free <= 0.9 * without.loops[0].instructions_per_matrix
+    assert float(row.reason.split("bf16 ")[1]) == pytest.approx(free, rel=0.03)
+
+
 FIGURES = [row for row in ROWS if re.match(r"static: [\d.]+ / ", row.reason)]
 
 

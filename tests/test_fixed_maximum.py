@@ -1,0 +1,147 @@
+"""`Config.fixed_maximum`: most tiles do not move the maximum of their rows, and a block where that was too small is
+computed again. In interpret mode and as AMD machine code; flash attention's kernel and the prefill kernel of gqa.
+"""
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_truth import assert_close, bits, flash_rows, fp32_bound, gqa_rows, of_each, random, softmax_rows
+from planted import broken
+
+import flash
+import gqa
+from amdgpu import emulate
+from flash import api, kernel
+from references import accuracy
+from references.cases import FLASH_ODD, FLASH_SMALL, GQA_ODD, GQA_SMALL, FlashCase, GqaCase, inputs
+from references.flash import dense as flash_dense
+from references.gqa import dense as gqa_dense
+
+FLASH = flash.Config(16, 16, 1, splits=1, fixed_maximum=True)
+GQA = gqa.Config(16, 16, 1, fixed_maximum=True)
+PLACES = (None, "gfx942", "gfx950", "gfx1201")
+attention = partial(flash.flash_attention, implementation="pallas", return_lse=True)
+grouped = partial(gqa.grouped_query_attention, implementation="pallas", return_lse=True)
+
+
+def at(place):
+    """Where kernels run: on an AMD chip's machine code, or (None) in interpret mode."""
+    return emulate(place) if place else contextlib.nullcontext()
+
+
+def assert_equals_float64(case, function, rows, dense, place=None):
+    arguments = inputs(case)
+    clean = arguments
+    if getattr(case, "poison", False):
+        clean = arguments | {name: jnp.nan_to_num(arguments[name].astype(jnp.float32)) for name in "kv"}
+    o64, lse64 = rows(**clean)
+    with at(place):
+        o, lse = (np.asarray(x) for x in function(**arguments))
+    ((low, _),) = of_each([dense], **arguments, return_lse=True)
+    assert_close(o, o64, accuracy.attention_bound(o64, low, case.dtype))
+    assert_close(lse, lse64, fp32_bound(lse64))
+
+
+def in_bf16(cases):
+    return [case for case in cases if case.dtype == "bfloat16" and case.T > 1]
+
+
+# Tiles of every kind: several free ones, cut by a diagonal, by lengths, by both edges of a window.
+LONG = FlashCase("long", "", 2, 70, 150, 4, 2, 32, 16, "bfloat16", causal=True, kv_lengths=(150, 101))
+WINDOW = GqaCase("window", "", 2, 40, 150, 4, 2, 32, 32, "bfloat16", past=(100, 7), window=60, sinks="uniform")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", [*in_bf16(FLASH_SMALL + FLASH_ODD), LONG], ids=str)
+def test_flash_equals_float64(case, splits):
+    config = replace(FLASH, splits=splits)
+    assert_equals_float64(case, partial(attention, config=config), flash_rows, flash_dense)
+
+
+@pytest.mark.parametrize("case", [*in_bf16(GQA_SMALL + GQA_ODD), WINDOW], ids=str)
+def test_gqa_equals_float64(case):
+    assert_equals_float64(case, partial(grouped, config=GQA), gqa_rows, gqa_dense)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_machine_code_equals_float64(place):
+    case = replace(LONG, B=1, T=20, S=80, H=1, G=1, kv_lengths=None)
+    assert_equals_float64(case, partial(attention, config=FLASH), flash_rows, flash_dense, place)
+    case = replace(WINDOW, B=1, T=20, S=80, H=1, G=1, past=(60,), window=None)
+    assert_equals_float64(case, partial(grouped, config=GQA), gqa_rows, gqa_dense, place)
+
+
+def leap(gap, T=16, keys=80):
+    """Logits of about 0, but for one key of the fourth tile, which all rows prefer by `gap`, in natural units."""
+    q = jnp.zeros((1, T, 1, 16), jnp.bfloat16).at[..., 0].set(1.0)
+    k = (random(0, (1, keys, 1, 16))[0] / 8).astype(jnp.bfloat16).at[0, 55, 0, 0].set(gap)
+    return q, k, random(1, (1, keys, 1, 16), dtype="bfloat16")[0]
+
+
+def assert_right(q, k, v, config=FLASH, place=None):
+    o64, lse64 = softmax_rows(q, k, v, lambda b, t: range(k.shape[1]), scale=1.0)
+    with at(place):
+        o, lse = (np.asarray(x) for x in attention(q, k, v, scale=1.0, config=config))
+    assert_close(o, o64, accuracy.attention_bound(o64, np.float32(o64).astype(jnp.bfloat16), "bfloat16"))
+    assert_close(lse, lse64, fp32_bound(lse64))
+
+
+# 41 natural units are 60 binary ones, and 2^60 is the most that a sum may come to.
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("gap", [20.0, 40.0, 45.0, 128.0, 4096.0])
+def test_a_logit_that_leaps(gap, place):
+    assert_right(*leap(gap), place=place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", [1e32, -1e38])
+def test_values_whose_weighted_sum_would_overflow(value, place):
+    """The sum of weights fits, and times such values it does not."""
+    q, k, v = leap(38.0)
+    assert_right(q, k, v.at[0, 55, 0, 0].set(value).at[0, 20, 0, 0].set(-value / 2), place=place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_nan_that_a_row_sees_is_not_lost(name, place):
+    arrays = dict(zip("qkv", leap(0.0), strict=True))
+    arrays[name] = arrays[name].at[0, 50].set(jnp.nan)
+    with at(place):
+        o, _ = attention(**arrays, config=FLASH)
+    assert np.isnan(np.asarray(o, np.float32)).all()
+
+
+def test_a_hidden_key_changes_no_bit():
+    """Only what a row sees decides how it is computed: here a key behind the diagonal that would be too large."""
+    q, k, v = leap(0.0, T=80)
+    clean, leaping = (attention(q, x, v, causal=True, config=FLASH) for x in (k, k.at[0, 79].set(1e4)))
+    rows = slice(0, 64)
+    assert bits([x[:, rows] for x in clean]) == bits([x[:, rows] for x in leaping])
+
+
+def test_other_dtypes_are_computed_as_without():
+    for dtype in ("float16", "float32"):
+        q, k, v = (x.astype(dtype) for x in leap(3.0))
+        with_, without = (attention(q, k, v, config=replace(FLASH, fixed_maximum=fixed)) for fixed in (True, False))
+        assert bits(with_) == bits(without)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("@pl.when(lost > 0)", "@pl.when(lost > 1)"),
+        ("(free_start, fixed_from, moving, state)", "(free_start, free_start, moving, state)"),
+        ("        within = within & (jnp.sum(jnp.abs(x), axis=1) < jnp.inf)\n", "        pass\n"),
+    ],
+    ids=["no second walk", "a tile left out", "sums of values not looked at"],
+)
+def test_planted_faults_are_seen(monkeypatch, edit):
+    monkeypatch.setattr(api, "kernel", broken(kernel, edit))
+    with pytest.raises(AssertionError):
+        q, k, v = leap(38.0, T=17)
+        assert_right(q, k, v.at[0, 55, 0, 0].set(1e32), config=replace(FLASH, num_warps=2))
+        assert_right(*leap(128.0, T=17), config=replace(FLASH, num_warps=2))
