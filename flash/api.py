@@ -17,12 +17,16 @@ from amdgpu.arch import current_arch, xcds
 from amdgpu.launch import by_implementation
 from flash import grid, kernel
 from flash.arguments import (
-    as_int32,
+    as_arrays,
+    as_bias,
+    as_integers,
     check_broadcastable,
     check_choice,
+    check_flag,
     check_heads,
     check_integers,
     check_numbers,
+    is_integer,
     is_known,
     refuse,
     static_number,
@@ -115,7 +119,8 @@ def flash_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    options = _Options(bool(causal), static_number(scale), static_number(softcap), bool(return_lse))
+    flags = check_flag("causal", causal), check_flag("return_lse", return_lse)
+    options = _Options(flags[0], static_number(scale), static_number(softcap), flags[1])
     check_choice(implementation, ("pallas", "reference"), config, Config)
     return _flash_attention(_check_flash(arrays, options), options, implementation, config)
 
@@ -197,13 +202,16 @@ def dot_product_attention(
     window = None
     if local_window_size is not None:
         # Beyond 2^30 neither side reaches further, and positions plus a side stay int32.
-        left, right = np.clip(np.broadcast_to(local_window_size, 2).tolist(), -(2**30), 2**30).tolist()
+        sides = local_window_size if isinstance(local_window_size, tuple | list) else (local_window_size,) * 2
+        left, right = (min(max(int(side), -(2**30)), 2**30) for side in sides)
         window = left, right
     # A Python number is static.
     static_scale = float(scale) if isinstance(scale, numbers.Real) else None
     if static_scale is not None:
+        check_numbers(static_scale, None)
         arrays["scale"] = None
-    options = _NnOptions(static_scale, bool(is_causal), window, bool(return_residual))
+    flags = check_flag("is_causal", is_causal), check_flag("return_residual", return_residual)
+    options = _NnOptions(static_scale, flags[0], window, flags[1])
     return _dot_product_attention(arrays, options, implementation)
 
 
@@ -329,7 +337,7 @@ def _pallas(
     dtype = operands["q"].dtype
     for name in [name for name in ("bias", "mask") if name in operands]:
         x = operands[name].reshape((1,) * (4 - operands[name].ndim) + operands[name].shape)
-        operands[name] = x.astype(jnp.int8 if name == "mask" else x.dtype if x.dtype.itemsize == 2 else jnp.float32)
+        operands[name] = x.astype(jnp.int8) if name == "mask" else as_bias(x)
     for name in [name for name in ("logit_factor", "value_factor") if name in operands]:
         operands[name] = operands[name].astype(jnp.float32).reshape(1)
     config = config or default_config(architecture, dtype, K, V)
@@ -366,7 +374,11 @@ def _pallas(
 
 def _check_flash(arrays: dict, options: _Options) -> dict:
     known = arrays["kv_lengths"]
-    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    integers = {
+        name: as_integers(name, arrays.pop(name), wraps=name.endswith("ids"))
+        for name in ("q_segment_ids", "kv_segment_ids", "kv_lengths")
+    }
+    arrays = as_arrays(arrays, ("q", "k", "v")) | integers
     B, T, H, S = _check_qkv(("q", "k", "v"), [arrays[name] for name in "qkv"], (4,), DTYPES + FP8_DTYPES)
     check_broadcastable("bias", arrays["bias"], (B, H, T, S))
     check_numbers(options.scale, options.softcap)
@@ -379,10 +391,6 @@ def _check_flash(arrays: dict, options: _Options) -> dict:
         ("kv_lengths", (B,), "[B]"),
     ):
         check_integers(name, arrays[name], {shape: axes})
-    if arrays["q_segment_ids"] is not None:
-        # Ids are names: of wider ones the lower half counts.
-        arrays |= {name: arrays[name].astype(jnp.int32) for name in ("q_segment_ids", "kv_segment_ids")}
-    arrays["kv_lengths"] = as_int32(arrays["kv_lengths"])
     _check_range("kv_lengths", known, S)
     for name in ("q_scale", "k_scale", "v_scale"):
         x = arrays[name]
@@ -393,20 +401,21 @@ def _check_flash(arrays: dict, options: _Options) -> dict:
 
 def _check_dot_product(arrays: dict, window) -> dict:
     known = {name: arrays[name] for name in ("query_seq_lengths", "key_value_seq_lengths")}
-    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    integers = {name: as_integers(name, arrays.pop(name)) for name in known}
     names = ("query", "key", "value")
+    arrays = as_arrays(arrays, names) | integers
     B, T, H, S = _check_qkv(names, [arrays[name] for name in names], (3, 4), DTYPES)
     check_broadcastable("bias", arrays["bias"], (B, H, T, S))
     check_broadcastable("mask", arrays["mask"], (B, H, T, S), kind=jnp.bool_)
-    if arrays["scale"] is not None and arrays["scale"].shape != ():
-        refuse("scale", f"shape {arrays['scale'].shape}", "None or a scalar")
+    scale = arrays["scale"]
+    if scale is not None and (scale.shape != () or jnp.issubdtype(scale.dtype, jnp.complexfloating)):
+        refuse("scale", f"{scale.dtype.name} {scale.shape}", "None or a real scalar")
     for name, lengths in known.items():
         check_integers(name, arrays[name], {(B,): "[B]"})
-        arrays[name] = as_int32(arrays[name])
         # jax.nn takes lengths beyond the end for the end.
         _check_range(name, lengths, np.iinfo(np.int32).max)
     sizes = window if isinstance(window, tuple | list) else (window, window)
-    if window is not None and not (len(sizes) == 2 and all(isinstance(w, numbers.Integral) for w in sizes)):
+    if window is not None and not (len(sizes) == 2 and all(is_integer(w) for w in sizes)):
         refuse("local_window_size", repr(window), "None, an int or a pair of ints")
     return arrays
 
@@ -431,6 +440,6 @@ def _check_range(name, x, most):
     """Refuses lengths outside of 0 to most, where their values are known."""
     if not is_known(x):
         return
-    x = np.asarray(0 if x is None else x, np.int64)
+    x = np.asarray(0 if x is None else x)
     if np.any((x < 0) | (x > most)):
         refuse(name, x.tolist(), f"between 0 and {most}")

@@ -1,20 +1,50 @@
 """Checks of arguments that the functions of attention share. Each raises ValueError and names the argument."""
 
-import math
 import numbers
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 
-def refuse(name: str, got, allowed: str):
+def refuse(name: str, got, allowed: str) -> NoReturn:
     raise ValueError(f"{name} must be {allowed}, got {got}")
 
 
 def static_number(x):
     """A number as a Python float: others, of a strong dtype, would not promote."""
-    return float(x) if isinstance(x, numbers.Real) else x
+    return float(x) if isinstance(x, numbers.Real) and not isinstance(x, bool) else x
+
+
+def as_array(name: str, x) -> jax.Array:
+    if x is None:
+        refuse(name, None, "an array")
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be an array, got {x!r}: {error}") from error
+
+
+def as_arrays(arrays: dict, required: tuple[str, ...]) -> dict:
+    """By name; None stays None but for those that are required."""
+    return {name: None if x is None and name not in required else as_array(name, x) for name, x in arrays.items()}
+
+
+def as_integers(name: str, x, *, wraps: bool = False):
+    """Integers, or None, as an int32 array. What is beyond int32 saturates, and is nobody else's position; or it wraps:
+    of names, then, the lower half counts."""
+    if x is None:
+        return None
+    # In NumPy where that can be: jax would refuse, or cut, what is wider than its own integers.
+    x = as_array(name, x) if isinstance(x, jax.Array) or not is_known(x) else np.asarray(x)
+    if not np.issubdtype(x.dtype, np.integer):
+        return as_array(name, x)
+    if not wraps:
+        widest, own = np.iinfo(np.int32), np.iinfo(x.dtype)
+        x = x.clip(max(widest.min, own.min), min(widest.max, own.max))
+    return jnp.asarray(x.astype(np.int32))
 
 
 def is_known(x) -> bool:
@@ -23,11 +53,14 @@ def is_known(x) -> bool:
 
 
 def check_numbers(scale, softcap) -> None:
+    """Python numbers (they are static) that leave fp32 room: beyond these no model is, and logits overflow."""
     for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            refuse(name, repr(value), "None or a finite Python number (it is static)")
-    if softcap is not None and softcap <= 0:
-        refuse("softcap", softcap, "None, or > 0 and finite")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            refuse(name, repr(value), "None or a Python number (it is static)")
+    if scale is not None and not abs(scale) <= 2.0**64:
+        refuse("scale", scale, "None, or finite and of at most 2**64")
+    if softcap is not None and not 2.0**-60 <= softcap <= 2.0**60:
+        refuse("softcap", softcap, "None, or > 0 and finite, between 2**-60 and 2**60")
 
 
 def check_broadcastable(name: str, x, shape, kind=jnp.floating) -> None:
@@ -70,9 +103,22 @@ def check_integers(name: str, x, shapes: dict[tuple[int, ...], str]) -> None:
         refuse(name, f"{x.dtype.name} {x.shape}", f"integers, {allowed}")
 
 
-def as_int32(x):
-    """Integers, or None, saturated: one beyond int32 does not come out as another's position."""
-    if x is None:
-        return None
-    widest, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(widest.min, own.min), min(widest.max, own.max)).astype(jnp.int32)
+def is_integer(value) -> bool:
+    """A Python or NumPy integer; True is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.bool_)
+
+
+def check_flag(name: str, value) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        refuse(name, repr(value), "a Python bool (it is static)")
+    return bool(value)
+
+
+def as_bias(bias):
+    """A bias as kernels take it: 16 bits, or fp32, in which what is finite in float64 stays finite."""
+    if bias.dtype.itemsize == 2:
+        return bias
+    if bias.dtype.itemsize > 4:
+        largest = float(jnp.finfo(jnp.float32).max)
+        bias = jnp.where(jnp.isinf(bias), bias, jnp.clip(bias, -largest, largest))
+    return bias.astype(jnp.float32)

@@ -231,6 +231,11 @@ def greater(x, y):
     return max(x, y) if all(isinstance(n, int | float) for n in (x, y)) else jnp.maximum(x, y)
 
 
+def either(condition, x, y):
+    """x, or y, in int32. (Of two Python numbers a kernel would make booleans.)"""
+    return jnp.where(condition, jnp.int32(x), jnp.int32(y))
+
+
 def keys_of_row(p: Problem, t, length):
     """(first, end): row t sees only keys first <= j < end of a batch row with `length` valid keys; both grow with t."""
     shift = length - p.queries if p.bottom_right else 0
@@ -271,9 +276,9 @@ def key_tiles(p: Problem, block, split, length, rows):
     start = first // p.block_k
     stop = greater(-(-end // p.block_k), start)
     if p.left is not None:
-        stop = jnp.where(first < end, stop, start)
+        stop = either(first < end, stop, start)
     if "query_lengths" in p.given:
-        stop = jnp.where(t < rows, stop, start)
+        stop = either(t < rows, stop, start)
     if p.splits > 1:
         share = -(-(stop - start) // p.splits)
         start = lesser(start + split * share, stop)

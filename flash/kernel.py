@@ -34,6 +34,7 @@ from flash import grid
 from flash.grid import Problem
 
 LOG2_E = math.log2(math.e)
+Precision = lax.Precision | lax.DotAlgorithmPreset
 # Where c |m| is larger, its rounding error may reach 2^4, and more than a weight of 2^16 in fp16 can take.
 LARGE_EXPONENT = 2.0**28
 # Where a maximum starts: finite, so that a row without a key so far has weights exp2(-inf - m) = 0.
@@ -86,7 +87,7 @@ def store_tile(ref, rows: Axis, columns: Axis, value, at=()):
     plgpu.store(ref.at[*at, rows.index[:, None], columns.index[None, :]], value, mask=tile_mask(rows, columns))
 
 
-def dot(x, y, precision=None):
+def dot(x, y, precision: Precision = lax.Precision.DEFAULT):
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
 
 
@@ -219,7 +220,9 @@ def exponent_of(s, c):
     return jnp.where(jnp.abs(x) < LARGE_EXPONENT, x, power_of_two_from(c) * s)
 
 
-def softmax_step(state: Softmax, s, v, *, c, target, precision=None, fixed: bool = False) -> Softmax:
+def softmax_step(
+    state: Softmax, s, v, *, c, target, precision: Precision = lax.Precision.DEFAULT, fixed=False
+) -> Softmax:
     """The state after one more tile of keys.
 
     Args:
@@ -255,9 +258,12 @@ def finish(state: Softmax, c):
 
 
 def product_precision(dtype, target):
-    """How a product keeps fp32 accuracy for fp32 inputs; by default it would be a single TF32 (or XF32) product."""
+    """How a product keeps fp32 accuracy for fp32 inputs; by default it would be a single TF32 (or XF32) product.
+
+    Never None, which is what `jax.default_matmul_precision` says.
+    """
     if dtype != jnp.float32:
-        return None
+        return lax.Precision.DEFAULT
     return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if target == "cuda" else lax.Precision.HIGHEST
 
 

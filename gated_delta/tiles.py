@@ -73,17 +73,18 @@ def token_rows(p: Problem, ins, chunk) -> tuple[Axis, Axis]:
     return rows, rows
 
 
-def dot(x, y, precision=None):
+def dot(x, y, precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.DEFAULT):
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision, preferred_element_type=jnp.float32)
 
 
 def product_precision(p: Problem, architecture):
     """How a product of q, k, v, states and updates keeps fp32 accuracy for fp32 inputs.
 
-    By default it would be a single TF32 (or XF32) product. Operands of 16 bits need no choice.
+    By default it would be a single TF32 (or XF32) product. Never None, which is what `jax.default_matmul_precision`
+    says.
     """
     if p.dtype != jnp.float32:
-        return None
+        return lax.Precision.DEFAULT
     return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if is_nvidia(architecture) else lax.Precision.HIGHEST
 
 

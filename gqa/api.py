@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import numbers
 from typing import NamedTuple
 
 import jax
@@ -14,12 +13,17 @@ from jax.typing import ArrayLike
 from amdgpu.arch import current_arch, xcds
 from amdgpu.launch import by_implementation
 from flash.arguments import (
-    as_int32,
+    as_array,
+    as_arrays,
+    as_bias,
+    as_integers,
     check_broadcastable,
     check_choice,
+    check_flag,
     check_heads,
     check_integers,
     check_numbers,
+    is_integer,
     is_known,
     refuse,
     static_number,
@@ -100,8 +104,9 @@ def grouped_query_attention(
     https://github.com/openai/gpt-oss.
     """
     arrays = dict(q=q, k=k, v=v, past=past, lengths=lengths, sinks=sinks, bias=bias)
-    window = int(window) if isinstance(window, numbers.Integral) else window
-    options = Options(window, static_number(softcap), static_number(scale), bool(causal), bool(return_lse))
+    window = int(window) if window is not None and is_integer(window) else window
+    flags = check_flag("causal", causal), check_flag("return_lse", return_lse)
+    options = Options(window, static_number(softcap), static_number(scale), *flags)
     return attend(arrays, options, implementation, config)
 
 
@@ -135,7 +140,9 @@ def append_kv(
         lengths are checked where they are known at trace time.
     """
     known = past, lengths
-    cache_k, cache_v, k_new, v_new, past = map(jnp.asarray, (cache_k, cache_v, k_new, v_new, past))
+    named = dict(cache_k=cache_k, cache_v=cache_v, k_new=k_new, v_new=v_new)
+    cache_k, cache_v, k_new, v_new = (as_array(name, x) for name, x in named.items())
+    past, lengths = as_array("past", as_integers("past", past)), as_integers("lengths", lengths)
     if cache_k.ndim != 4 or k_new.ndim != 4:
         name, x = ("cache_k", cache_k) if cache_k.ndim != 4 else ("k_new", k_new)
         refuse(name, f"shape {x.shape}", "[B, tokens, G, K], of rank 4")
@@ -149,11 +156,10 @@ def append_kv(
             refuse(f"cache_{name}", cache.dtype.name, "of a float dtype")
         if new.dtype != cache.dtype:
             refuse(f"{name}_new", new.dtype.name, f"of cache_{name}'s dtype {cache.dtype.name}")
-    lengths = None if lengths is None else jnp.asarray(lengths)
     check_integers("past", past, _past_shapes(B))
     check_integers("lengths", lengths, {(B,): "[B]"})
     _check_fits(*known, T, S)
-    return _append_kv(cache_k, cache_v, k_new, v_new, as_int32(past), as_int32(lengths))
+    return _append_kv(cache_k, cache_v, k_new, v_new, past, lengths)
 
 
 class Options(NamedTuple):
@@ -225,7 +231,7 @@ def _pallas(
         if name in operands:
             x = operands[name]
             x = x.reshape((1,) * (rank - x.ndim) + x.shape)
-            operands[name] = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
+            operands[name] = as_bias(x)
     architecture = current_arch()
     dtype = operands["q"].dtype
     reach = grid.reach(S, T, options.window)
@@ -275,7 +281,9 @@ def _keys_and_heads(cache, heads_first: bool):
 def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
     """Returns the arrays as jax arrays; raises ValueError naming the argument."""
     known = arrays["past"], arrays["lengths"]
-    arrays = {name: x if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    integers = {name: as_integers(name, arrays[name]) for name in ("past", "lengths")}
+    others = {name: x for name, x in arrays.items() if name not in integers}
+    arrays = as_arrays(others, ("q", "k", "v")) | integers
     q, k, v, past, lengths, sinks, bias = (arrays[name] for name in ("q", "k", "v", "past", "lengths", "sinks", "bias"))
     for name, x, axes in (("q", q, "[B, T, H, K]"), ("k", k, "[B, S, G, K]"), ("v", v, "[B, S, G, V]")):
         if x.ndim != 4:
@@ -292,12 +300,11 @@ def _check(arrays: dict, options: Options, heads_first: bool) -> dict:
         refuse("sinks", f"{sinks.dtype.name} {sinks.shape}", f"floats [H] = {(H,)}")
     check_broadcastable("bias", bias, (B, H, T, S))
     window = options.window
-    if window is not None and not (isinstance(window, numbers.Integral) and 1 <= window < 2**31):
+    if window is not None and not (is_integer(window) and 1 <= window < 2**31):
         refuse("window", repr(window), "None or an int from 1 (itself only) to 2**31 - 1")
     check_numbers(options.scale, options.softcap)
     check_integers("past", past, _past_shapes(B))
     check_integers("lengths", lengths, {(B,): "[B]"})
-    arrays |= {"past": as_int32(past), "lengths": as_int32(lengths)}
     if past is None and T > S:
         refuse("past", f"None with T = {T} and S = {S}", "given where k holds fewer than T keys")
     _check_fits(S - T if past is None else known[0], known[1], T, S)
@@ -311,11 +318,12 @@ def _past_shapes(B):
 def _check_fits(past, lengths, T, S):
     """Refuses what does not fit into the cache, where the values are known."""
     # Sums of the caller's own dtype might wrap.
-    new = np.asarray(T if lengths is None else lengths, np.int64) if is_known(lengths) else np.asarray(0)
+    new = np.asarray(T if lengths is None else lengths) if is_known(lengths) else np.asarray(0)
     if np.any((new < 0) | (new > T)):
         refuse("lengths", new.tolist(), f"between 0 and T = {T}")
     if not is_known(past):
         return
-    past = np.asarray(past, np.int64)
-    if np.any((past < 0) | (past + new > S)):
+    past = np.asarray(past)
+    # No sum, which might wrap in the caller's dtype. S - new is at least -T.
+    if np.any((past < 0) | (past > S - new.astype(np.int64))):
         refuse("past", past.tolist(), f">= 0, with room for the {new.tolist()} new tokens in S = {S} keys")

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 
 from flash.grid import (
     Plan,
+    either,
     greater,
     group_of,
     kv_group_first,
@@ -161,9 +162,9 @@ def key_tiles(p: Problem, tile, past, new):
     start = first // p.block_k
     stop = greater(-(-end // p.block_k), start)
     if p.window is not None:
-        stop = jnp.where(first < end, stop, start)
+        stop = either(first < end, stop, start)
     if "lengths" in p.given:
-        stop = jnp.where(first_t <= last_t, stop, start)
+        stop = either(first_t <= last_t, stop, start)
     if p.bias is not None:
         return start, stop, stop, stop
     free_start, free_stop = start, stop
@@ -188,7 +189,7 @@ def keys_of_block(p: Problem, block, tile, past, new):
     first, end = keys_of_tile(p, tile, past, new)
     if "lengths" in p.given:
         first_t, last_t = span_of_rows(p, tile, new)
-        end = jnp.where(first_t <= last_t, end, 0)
+        end = either(first_t <= last_t, end, 0)
     start = origin + block * p.config.block_keys
     return greater(first, start), lesser(end, start + p.config.block_keys)
 

@@ -101,37 +101,34 @@ def attend(
     return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
 
-def sink_units(c: float) -> tuple[float, float]:
-    """(unit, largest): a sink's exponent is unit times the sink where that is large (`exponent_of`), and finite up to
-    the largest sink."""
-    unit = float(LOG2_E * (power_of_two_from(c) / c))
-    return unit, 2 * LARGEST_LOGIT / max(unit, 2.0)
-
-
 def with_sink(state: Softmax, sink, c: float, target) -> Softmax:
     """One more logit a row, in natural units, without a value; its weight is one fused multiply-add, as the keys'."""
     m, l, o = state
-    unit, largest = sink_units(c)
-    sink = jnp.minimum(sink, largest)
+    # As `exponent_of`. The exponent stays finite; of a maximum NaN would be dropped on AMD.
+    unit = float(LOG2_E * (power_of_two_from(c) / c))
+    largest = largest_sink(c)
+    sink = jnp.where(sink > largest, largest, sink)
     unit = jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, unit)
     m_new = jnp.maximum(m, sink * unit)
     a = exp2(m - m_new, target)
     return Softmax(m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o])
 
 
+def largest_sink(c: float) -> float:
+    """The largest whose exponent is finite. Beside a larger one nothing weighs anything."""
+    return float(2 * LARGEST_LOGIT / max(LOG2_E * (power_of_two_from(c) / c), 2.0))
+
+
 def results_of(state: Softmax, c: float, sink, there, target):
     """(output, lse) of rows with a `sink` each, or None; where not `there` (None: all are), 0 and -inf."""
-    if sink is not None:
+    if sink is None:
+        o, lse = finish(state, c)
+    else:
         sink = jnp.broadcast_to(sink.astype(jnp.float32), state.m.shape)
-        state = with_sink(state, sink, c, target)
-    m, l, o = state
+        o, lse = finish(with_sink(state, sink, c, target), c)
+        lse = jnp.where((sink > largest_sink(c)) | (state.l == 0.0), sink, lse)
     if there is not None:
-        l, o = jnp.where(there, l, 0.0), [jnp.where(there[:, None], x, 0.0) for x in o]
-    o, lse = finish(Softmax(m, l, o), c)
-    if sink is not None:
-        # Beside a sink that large nothing else weighs anything.
-        _, largest = sink_units(c)
-        lse = jnp.where((sink > largest) & (l > 0), sink, lse)
+        o, lse = [jnp.where(there[:, None], x, 0.0) for x in o], jnp.where(there, lse, -jnp.inf)
     return o, lse
 
 

@@ -10,7 +10,17 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from flash.arguments import as_int32, check_broadcastable, is_known, refuse
+from flash.arguments import (
+    as_array,
+    as_integers,
+    check_broadcastable,
+    check_choice,
+    check_integers,
+    check_numbers,
+    is_integer,
+    is_known,
+    refuse,
+)
 from gqa.api import DTYPES, Options, attend
 from gqa.tuning import Config
 from references.gqa import append
@@ -95,8 +105,14 @@ def group_query_attention(
         query_seqlens are checked where they are known at trace time.
       NotImplementedError: `num_outputs=4`; what `grouped_query_attention` cannot do.
     """
-    if num_outputs > 3:
-        raise NotImplementedError(f"the fourth output, output_qk (qk_output = {qk_output}), is not available")
+    for name, number in (
+        ("num_heads", num_heads),
+        ("kv_num_heads", kv_num_heads),
+        ("local_window_size", local_window_size),
+        ("num_outputs", num_outputs),
+    ):
+        if not is_integer(number):
+            refuse(name, repr(number), "an int")
     for name, flag, allowed in (
         ("do_rotary", do_rotary, (0, 1)),
         ("rotary_interleaved", rotary_interleaved, (0, 1)),
@@ -105,11 +121,18 @@ def group_query_attention(
     ):
         if flag not in allowed:
             refuse(name, flag, f"one of {allowed}")
-    if local_window_size < -1:
-        refuse("local_window_size", local_window_size, "-1 (no limit) or >= 0")
+    if num_outputs > 3:
+        raise NotImplementedError(f"the fourth output, output_qk (qk_output = {qk_output}), is not available")
+    if not -1 <= local_window_size < 2**31:
+        refuse("local_window_size", local_window_size, "-1 (no limit), or from 0 to 2**31 - 1")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is None:
+            refuse(name, None, "a Python number")
+    check_numbers(scale, softcap or None)
+    check_choice(implementation, ("pallas", "reference"), config, Config)
     if min(num_heads, kv_num_heads) < 1 or num_heads % kv_num_heads:
         refuse("num_heads", num_heads, f"a multiple of kv_num_heads = {kv_num_heads}")
-    query = jnp.asarray(query)
+    query = as_array("query", query)
     if query.dtype.name not in DTYPES:
         refuse("query", query.dtype.name, f"one of {', '.join(DTYPES)}")
     q, k, v = _split(query, key, value, num_heads, kv_num_heads)
@@ -131,21 +154,28 @@ def group_query_attention(
     seqlens_k = _row_integers("seqlens_k", seqlens_k, B)
     query_seqlens = None if query_seqlens is None else _row_integers("query_seqlens", query_seqlens, B)
     present_length = _present_length(total_sequence_length, caches[0], query_seqlens is None, T)
-    _check_valid(*known, total_sequence_length, T, present_length)
+    capacity = 0 if caches[0] is None else caches[0].shape[2]
+    _check_valid(*known, total_sequence_length, T, present_length, capacity)
     rotary = None
     if do_rotary:
-        rotary = _rotary_tables(cos_cache, sin_cache, k.shape[-1])
+        rotary = _rotary_tables(cos_cache, sin_cache, k.shape[-1], total_sequence_length)
     if position_ids is not None:
-        position_ids = jnp.asarray(position_ids)
-        if position_ids.shape != (B, T) or not jnp.issubdtype(position_ids.dtype, jnp.integer):
-            refuse("position_ids", f"{position_ids.dtype.name} {position_ids.shape}", f"integers {(B, T)}")
-        position_ids = as_int32(position_ids)
+        known_ids = np.asarray(position_ids) if is_known(position_ids) else None
+        position_ids = as_integers("position_ids", position_ids)
+        check_integers("position_ids", position_ids, {(B, T): "[B, T]"})
+        if rotary is not None and known_ids is not None:
+            rows = rotary[0].shape[0]
+            if np.any((known_ids < 0) | (known_ids >= rows)):
+                refuse("position_ids", known_ids.tolist(), f"between 0 and {rows - 1}, the rows of cos_cache")
     if attention_bias is not None:
         attention_bias = jnp.asarray(attention_bias)
         columns = attention_bias.shape[-1] if attention_bias.ndim == 4 else present_length + 1
-        if columns > present_length:
+        least = int(np.asarray(total_sequence_length).reshape(())) if is_known(total_sequence_length) else 0
+        if not least <= columns <= present_length:
             shape = "[B or 1, H or 1, T, columns]"
-            refuse("attention_bias", f"shape {attention_bias.shape}", f"{shape} with at most {present_length}")
+            refuse(
+                "attention_bias", f"shape {attention_bias.shape}", f"{shape} with {least} to {present_length} columns"
+            )
         check_broadcastable("attention_bias", attention_bias, (B, num_heads, T, columns))
     if head_sink is not None:
         sinks = jnp.asarray(head_sink)
@@ -204,7 +234,7 @@ def _run(arrays: dict, options: _NodeOptions):
     if arrays["rotary"] is not None:
         positions = arrays["positions"]
         if positions is None:
-            positions = past[:, None] + jnp.arange(T, dtype=jnp.int32)
+            positions = past[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         cos, sin = arrays["rotary"]
         q, k = (_rotate(x, positions, cos, sin, options.interleaved) for x in (q, k))
 
@@ -274,19 +304,19 @@ def _split(query, key, value, H, G):
             refuse(name, f"shape {x.shape}", f"[B, T, heads size] with B, T, heads = {(B, T, heads)}")
         if x.dtype != query.dtype:
             refuse(name, x.dtype.name, f"of query's dtype {query.dtype.name}")
-    return (x.reshape(B, T, heads, -1) for x, heads in zip(parts, (H, G, G), strict=True))
+    return (x.reshape(B, T, heads, x.shape[2] // heads) for x, heads in zip(parts, (H, G, G), strict=True))
 
 
 def _row_integers(name, x, B):
     if x is None:
         refuse(name, None, f"integers [B] = {(B,)}")
-    x = jnp.asarray(x)
+    x = as_array(name, as_integers(name, x))
     if x.size != B or not jnp.issubdtype(x.dtype, jnp.integer):
         refuse(name, f"{x.dtype.name} {x.shape}", f"integers [B] = {(B,)}")
-    return as_int32(x.reshape(B))
+    return x.reshape(B)
 
 
-def _check_valid(last, lengths, total, T, present_length):
+def _check_valid(last, lengths, total, T, present_length, capacity):
     """Refuses valid keys and new tokens that cannot be, where their numbers are known."""
     new = None
     if lengths is not None and is_known(lengths):
@@ -303,6 +333,16 @@ def _check_valid(last, lengths, total, T, present_length):
         new, most = np.zeros_like(last) if new is None else new, present_length
     if np.any((last + 1 < new) | (last >= most)):
         refuse("seqlens_k", last.tolist(), f"between {(new - 1).tolist()} and {most - 1}, the last key's index")
+    if (
+        not (is_prompt and lengths is None)
+        and (lengths is None or is_known(lengths))
+        and np.any(last + 1 - new > capacity)
+    ):
+        refuse(
+            "seqlens_k",
+            last.tolist(),
+            f"at most {(capacity + new - 1).tolist()}: past keys are in past_key, P = {capacity}",
+        )
 
 
 def _present_length(total, past, no_query_seqlens, T):
@@ -317,7 +357,11 @@ def _present_length(total, past, no_query_seqlens, T):
                 "a Python int where no past holds the total already",
             )
         return capacity
+    if np.size(total) != 1 or not np.issubdtype(np.asarray(total).dtype, np.integer):
+        refuse("total_sequence_length", repr(total), "an integer")
     total = int(np.asarray(total).reshape(()))
+    if total < 0:
+        refuse("total_sequence_length", total, ">= 0")
     if past is None and no_query_seqlens and total != T:
         refuse("total_sequence_length", total, f"T = {T} where there is no past")
     if no_query_seqlens and not T <= total <= capacity + T:
@@ -325,13 +369,20 @@ def _present_length(total, past, no_query_seqlens, T):
     return max(total, capacity)
 
 
-def _rotary_tables(cos, sin, size):
+def _rotary_tables(cos, sin, size, total):
     """Both in fp32."""
     for name, table in (("cos_cache", cos), ("sin_cache", sin)):
         if table is None:
             refuse(name, None, "given where do_rotary is 1")
-    cos, sin = jnp.asarray(cos), jnp.asarray(sin)
+    cos, sin = as_array("cos_cache", cos), as_array("sin_cache", sin)
+    positions = max(int(np.asarray(total).reshape(())), 1) if is_known(total) else 1
     for name, table in (("cos_cache", cos), ("sin_cache", sin)):
-        if table.ndim != 2 or table.shape != cos.shape or 2 * table.shape[1] > size:
-            refuse(name, f"shape {table.shape}", f"[positions, at most {size // 2}], the same for both")
+        if table.ndim != 2 or table.shape != cos.shape or not 1 <= table.shape[1] <= size // 2:
+            refuse(name, f"shape {table.shape}", f"[positions, 1 to {size // 2}], the same for both")
+        if not jnp.issubdtype(table.dtype, jnp.floating):
+            refuse(name, table.dtype.name, "of a float dtype")
+        if table.shape[0] < positions:
+            refuse(
+                name, f"{table.shape[0]} positions", f"of the {positions} positions of total_sequence_length, or more"
+            )
     return cos.astype(jnp.float32), sin.astype(jnp.float32)

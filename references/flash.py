@@ -71,7 +71,7 @@ def flash_attention(
     t = jnp.arange(T, dtype=jnp.int32)
     end_key = jnp.broadcast_to(jnp.minimum(L, S)[:, None], (L.shape[0], T))
     if causal:
-        end_key = jnp.minimum(end_key, t + L[:, None] - T + 1)
+        end_key = jnp.minimum(end_key, t[None] + L[:, None] - T + 1)
     o, lse = online_softmax(
         q,
         k,
@@ -284,7 +284,7 @@ def online_softmax(
 
             def step(state):
                 bias, mask = _rejoin(block_masks, tile_masks)
-                j = start + jnp.arange(keys, dtype=jnp.int32)
+                j = (start + jnp.arange(keys, dtype=jnp.int32)).reshape(1, 1, 1, 1, keys)
                 allowed = (first <= j) & (j < end)
                 if bias is not None:
                     allowed = allowed & (bias != -jnp.inf)

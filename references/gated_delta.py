@@ -339,7 +339,7 @@ def _chunk_table(cu_seqlens: Array, T: int, C: int) -> _ChunkTable:
     n = jnp.arange(N, dtype=jnp.int32)
     sequence = jnp.searchsorted(end, n, side="right").astype(jnp.int32)
     r = jnp.minimum(sequence, R - 1)
-    token = (cu[r] + C * (n - start[r]))[:, None] + jnp.arange(C, dtype=jnp.int32)
+    token = (cu[r] + C * (n - start[r]))[:, None] + jnp.arange(C, dtype=jnp.int32)[None]
     valid = (sequence < R)[:, None] & (token < cu[r + 1][:, None])
 
     t = jnp.arange(T, dtype=jnp.int32)

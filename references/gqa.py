@@ -63,7 +63,7 @@ def grouped_query_attention(
     """
     T, S = q.shape[1], k.shape[1]
     past, new = _past_and_new(q, k, past, lengths)
-    t = jnp.arange(T, dtype=jnp.int32)
+    t = jnp.arange(T, dtype=jnp.int32)[None]
     p = past[:, None] + t
     end_key = jnp.minimum(past + new, S)[:, None]
     end_key = jnp.minimum(end_key, p + 1) if causal else jnp.broadcast_to(end_key, p.shape)
@@ -78,12 +78,12 @@ def grouped_query_attention(
         scale=flash.logit_scale(q, scale),
         bias=bias,
         softcap=softcap,
-        sinks=sinks,
+        sinks=_finite(sinks),
         # As many logits in a tile as flash's default, but long and narrow; with a window no wider than it needs.
         rows_per_tile=64,
         keys_per_block=block_size if window is None else min(block_size, max(256, window)),
     )
-    return _outputs(q, o, lse, real, return_lse)
+    return _outputs(q, o, lse, real, sinks, return_lse)
 
 
 def dense(
@@ -126,9 +126,9 @@ def dense(
         scale=flash.logit_scale(q, scale),
         bias=bias,
         softcap=softcap,
-        sinks=sinks,
+        sinks=_finite(sinks),
     )
-    return _outputs(q, o, lse, real, return_lse)
+    return _outputs(q, o, lse, real, sinks, return_lse)
 
 
 def append_kv(cache_k, cache_v, k_new, v_new, past, lengths=None):
@@ -158,7 +158,7 @@ def append(cache, new, past, lengths=None, *, head_first=False):
     B, T = new.shape[:2]
     S = cache.shape[2 if head_first else 1]
     past, lengths = _per_row(past, B), _per_row(T if lengths is None else lengths, B)
-    t = jnp.arange(T, dtype=jnp.int32)
+    t = jnp.arange(T, dtype=jnp.int32)[None]
     row = past[:, None] + t
     # A scatter drops rows beyond the end, and counts negative ones from the end: so all that is to be dropped
     # goes beyond the end. Each to a row of its own, as unique_indices demands.
@@ -177,7 +177,14 @@ def _per_row(x, B):
     return jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,))
 
 
-def _outputs(q, o, lse, real, return_lse):
+def _finite(sinks):
+    """Sinks of +inf, of which differences would be NaN, as the largest number: beside that nothing else weighs."""
+    return None if sinks is None else jnp.minimum(sinks, jnp.finfo(sinks.dtype).max)
+
+
+def _outputs(q, o, lse, real, sinks, return_lse):
     o = o.astype(q.dtype)
+    if sinks is not None:
+        lse = jnp.where((sinks == jnp.inf)[None, None], jnp.inf, lse)
     # A sink would give a padding row an lse.
     return (o, jnp.where(real[:, :, None], lse, -jnp.inf)) if return_lse else o

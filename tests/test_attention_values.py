@@ -74,6 +74,34 @@ def test_huge_sinks(scale, K):
         np.testing.assert_allclose(lse, sink, rtol=1e-6)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("sink", [np.nan, np.inf, -np.inf, -3e38, 3e38])
+def test_sinks_that_are_no_logits(place, T, sink):
+    """Kernels and reference agree, with keys and without: then lse is the sink."""
+    q, k, v = qkv(1, T, 80, 1, 1)
+    for bias in (None, np.float32([-np.inf])) if place is None else (None,):
+        options = dict(sinks=np.float32([sink]), bias=bias, return_lse=True)
+        expected = gqa.grouped_query_attention(q, k, v, **options, implementation="reference")
+        with at(place):
+            found = grouped(q, k, v, **options, config=gqa.Config(64, 32, 1))
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(x), y, atol=2e-6, rtol=2e-6)
+        if bias is not None:
+            np.testing.assert_array_equal(found[1], np.full((1, T, 1), sink, np.float32))
+
+
+@pytest.mark.parametrize("function", [attention, grouped])
+def test_a_bias_of_float64_that_fp32_cannot_hold(function):
+    """A usual value of masks in NumPy: finite, so it hides no key where all have it."""
+    with jax.enable_x64(True):
+        q, k, v = (np.ones((1, n, 1, 16), np.float32) for n in (2, 3, 3))
+        bias = np.array([[np.finfo(np.float64).min] * 3, [0, -1e300, -np.inf]])
+        o, lse = function(q, k, v, bias=bias, return_lse=True, **({"causal": False} if function is grouped else {}))
+    np.testing.assert_allclose(o, np.ones((1, 2, 1, 16)), rtol=1e-6)
+    assert np.isfinite(np.asarray(lse)).all()
+
+
 @pytest.mark.parametrize("function", [attention, grouped])
 def test_large_products_of_small_scale(function):
     """q.k of -1e38 is a logit like any other where the scale is 1e-37."""

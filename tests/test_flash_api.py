@@ -132,6 +132,16 @@ IDS = jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7), jnp.int32)
         ("kv_lengths", dict(kv_lengths=jnp.asarray([1.0, 3.0]))),
         ("q_scale", dict(q_scale=jnp.ones(2))),
         ("implementation", dict(implementation="cudnn")),
+        ("q", dict(q=None)),
+        ("k", dict(k="k")),
+        ("causal", dict(causal="no")),
+        ("causal", dict(causal=np.array([True, False]))),
+        ("scale", dict(scale=True)),
+        ("scale", dict(scale=2e38)),
+        ("softcap", dict(softcap=1e300)),
+        ("softcap", dict(softcap=1e-30)),
+        ("kv_lengths", dict(kv_lengths=[2**40, 1])),
+        ("kv_lengths", dict(kv_lengths=np.array([2**63 + 1, 1], np.uint64))),
     ],
 )
 def test_bad_input_is_named(name, changed):

@@ -196,6 +196,12 @@ Q, K, V = qkv(B=2, T=5, S=7, H=4, G=2)
         ("local_window_size", dict(local_window_size=1.5)),
         ("scale", dict(scale=jnp.ones(2))),
         ("implementation", dict(implementation="triton")),
+        ("scale", dict(scale=float("nan"))),
+        ("scale", dict(scale=float("inf"), implementation="pallas")),
+        ("scale", dict(scale=jnp.asarray(1j))),
+        ("is_causal", dict(is_causal=1)),
+        ("local_window_size", dict(local_window_size=True)),
+        ("query", dict(query=None)),
     ],
 )
 def test_bad_input_of_dot_product_attention_is_named(name, changed):
@@ -206,3 +212,9 @@ def test_bad_input_of_dot_product_attention_is_named(name, changed):
 def test_what_no_kernel_can_do():
     with pytest.raises(NotImplementedError, match="V up to 512, got V = 640"):
         flash.dot_product_attention(Q, K, jnp.zeros((2, 7, 2, 640)), implementation="pallas")
+
+
+def test_sides_of_a_window_beyond_int64():
+    q, k, v = qkv(1, 6, 9, 1, 1)
+    found = flash.dot_product_attention(q, k, v, local_window_size=(2**63, -1), implementation="pallas")
+    np.testing.assert_allclose(found, flash.dot_product_attention(q, k, v, local_window_size=(9, -1)), atol=2e-6)

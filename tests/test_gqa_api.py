@@ -252,6 +252,12 @@ Q, K, V = qkv(B=2, T=3, S=7, H=4, G=2)
         ("lengths", dict(lengths=2)),
         ("implementation", dict(implementation="xla")),
         ("config", dict(config=64)),
+        ("window", dict(window=True)),
+        ("causal", dict(causal=1)),
+        ("past", dict(past=2**40)),
+        ("past", dict(past=[2**40, 1])),
+        ("lengths", dict(lengths=[2**33, 1])),
+        ("v", dict(v=None)),
     ],
 )
 def test_bad_input_is_named(name, changed):
@@ -278,6 +284,9 @@ def test_a_past_that_fits_with_fewer_tokens():
         ("past", dict(past=jnp.asarray([1.0, 1.0]))),
         ("lengths", dict(lengths=jnp.asarray([2, 1]))),
         ("lengths", dict(lengths=jnp.asarray([1]))),
+        ("past", dict(past=None)),
+        ("past", dict(past=2**40)),
+        ("cache_k", dict(cache_k=None)),
     ],
 )
 def test_bad_input_of_append_kv_is_named(name, changed):

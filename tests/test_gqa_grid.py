@@ -419,3 +419,19 @@ def test_short_inputs_take_small_tiles():
 def test_config_refuses_what_cannot_run(field, value):
     with pytest.raises(ValueError, match=rf"{field} must .*{value}"):
         replace(ANY, **{field: value})
+
+
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_combination_of_options_can_be_lowered(T, causal):
+    """Interpret mode takes what the lowering to Triton does not."""
+    B, H, S = 2, 4, 200
+    arrays = {
+        "past": jax.ShapeDtypeStruct((B,), "int32"),
+        "lengths": jax.ShapeDtypeStruct((B,), "int32"),
+        "sinks": jax.ShapeDtypeStruct((H,), "float32"),
+        "bias": jax.ShapeDtypeStruct((H, 1, 1), "float32"),
+    }
+    for window, *given in itertools.product((None, 5, 150), *[(False, True)] * len(arrays)):
+        chosen = {name: x for (name, x), there in zip(arrays.items(), given, strict=True) if there}
+        assert kernels(partial(ours, window=window, causal=causal), *shapes(T, S, B=B, H=H, G=2), **chosen)

@@ -223,6 +223,23 @@ TABLE = jnp.zeros((9, SIZE // 2))
         ("seqlens_k", dict(seqlens_k=jnp.full(B, 1), query_seqlens=jnp.full(B, 3))),
         ("query_seqlens", dict(query_seqlens=jnp.full(B, T + 1))),
         ("query_seqlens", dict(query_seqlens=jnp.full(B, -1))),
+        ("seqlens_k", dict(seqlens_k=jnp.full(B, 8), query_seqlens=jnp.full(B, 1), total_sequence_length=9)),
+        ("cos_cache", dict(do_rotary=1, cos_cache=TABLE[:7], sin_cache=TABLE[:7])),
+        ("cos_cache", dict(do_rotary=1, cos_cache=TABLE[:0], sin_cache=TABLE[:0])),
+        ("cos_cache", dict(do_rotary=1, cos_cache=TABLE[:, :0], sin_cache=TABLE[:, :0])),
+        ("cos_cache", dict(do_rotary=1, cos_cache=TABLE.astype(int), sin_cache=TABLE.astype(int))),
+        ("position_ids", dict(do_rotary=1, cos_cache=TABLE, sin_cache=TABLE, position_ids=jnp.full((B, T), 9))),
+        ("position_ids", dict(do_rotary=1, cos_cache=TABLE, sin_cache=TABLE, position_ids=jnp.full((B, T), -1))),
+        ("attention_bias", dict(attention_bias=jnp.zeros((1, 1, T, 1)))),
+        ("local_window_size", dict(local_window_size=1.5)),
+        ("local_window_size", dict(local_window_size=2**40)),
+        ("local_window_size", dict(local_window_size=None)),
+        ("total_sequence_length", dict(total_sequence_length=8.9)),
+        ("total_sequence_length", dict(total_sequence_length=[8, 8])),
+        ("num_heads", dict(num_heads=None)),
+        ("config", dict(local_window_size=0, config=3)),
+        ("implementation", dict(local_window_size=0, implementation="zzz")),
+        ("scale", dict(local_window_size=0, scale=None)),
     ],
 )
 def test_bad_input_is_named(name, changed):
@@ -234,6 +251,12 @@ def test_bad_input_is_named(name, changed):
 def test_numbers_that_are_known_are_checked_under_jit(name):
     with pytest.raises(ValueError, match=f"^{name} must be .*, got "):
         jax.jit(lambda query: group_query_attention(**NODE | {"query": query, name: np.full(B, 80)}))(NODE["query"])
+
+
+def test_no_new_token():
+    empty = {name: NODE[name][:, :0] for name in ("query", "key", "value")}
+    o, *present = group_query_attention(**NODE | empty | dict(total_sequence_length=5, seqlens_k=jnp.full(B, 4)))
+    assert o.shape == (B, 0, H * SIZE) and [x.shape for x in present] == [(B, G, 5, SIZE)] * 2
 
 
 def test_a_traced_total_needs_a_buffer():
