@@ -104,10 +104,10 @@ def attend(
 def with_sink(state: Softmax, sink, c: float, target) -> Softmax:
     """One more logit a row, in natural units, without a value; its weight is one fused multiply-add, as the keys'."""
     m, l, o = state
-    # As `exponent_of`. The exponent stays finite; of a maximum NaN would be dropped on AMD.
+    # As `exponent_of`. The exponent stays finite, and NaN stays NaN, which a minimum would drop on AMD.
     unit = float(LOG2_E * (power_of_two_from(c) / c))
-    largest = largest_sink(c)
-    sink = jnp.where(sink > largest, largest, sink)
+    sink = jnp.where(sink != sink, sink, jnp.minimum(sink, largest_sink(c)))
+    sink = jnp.broadcast_to(sink, m.shape)
     unit = jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, unit)
     m_new = jnp.maximum(m, sink * unit)
     a = exp2(m - m_new, target)
@@ -124,7 +124,7 @@ def results_of(state: Softmax, c: float, sink, there, target):
     if sink is None:
         o, lse = finish(state, c)
     else:
-        sink = jnp.broadcast_to(sink.astype(jnp.float32), state.m.shape)
+        sink = sink.astype(jnp.float32)
         o, lse = finish(with_sink(state, sink, c, target), c)
         lse = jnp.where((sink > largest_sink(c)) | (state.l == 0.0), sink, lse)
     if there is not None:
