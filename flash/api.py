@@ -202,8 +202,7 @@ def dot_product_attention(
     window = None
     if local_window_size is not None:
         # Beyond 2^30 neither side reaches further, and positions plus a side stay int32.
-        sides = local_window_size if isinstance(local_window_size, tuple | list) else (local_window_size,) * 2
-        left, right = (min(max(int(side), -(2**30)), 2**30) for side in sides)
+        left, right = (min(max(int(side), -(2**30)), 2**30) for side in _sides(local_window_size))
         window = left, right
     # A Python number is static.
     static_scale = float(scale) if isinstance(scale, numbers.Real) else None
@@ -300,6 +299,11 @@ def _obstacle(q, k, v, mask) -> str | None:
         if x is not None and x.dtype.itemsize == 1 and x.size >= 2**31:
             return f"arrays of bytes of less than 2^31 elements, got {x.dtype.name} {x.shape}"
     return None
+
+
+def _sides(window) -> tuple | list:
+    """(left, right) of a `local_window_size`."""
+    return window if isinstance(window, tuple | list) else (window, window)
 
 
 class _Positions(NamedTuple):
@@ -414,8 +418,7 @@ def _check_dot_product(arrays: dict, window) -> dict:
         check_integers(name, arrays[name], {(B,): "[B]"})
         # jax.nn takes lengths beyond the end for the end.
         _check_range(name, lengths, np.iinfo(np.int32).max)
-    sizes = window if isinstance(window, tuple | list) else (window, window)
-    if window is not None and not (len(sizes) == 2 and all(is_integer(w) for w in sizes)):
+    if window is not None and not (len(_sides(window)) == 2 and all(is_integer(side) for side in _sides(window))):
         refuse("local_window_size", repr(window), "None, an int or a pair of ints")
     return arrays
 

@@ -1,7 +1,7 @@
 """Checks of arguments that the functions of attention share. Each raises ValueError and names the argument."""
 
 import numbers
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def check_integers(name: str, x, shapes: dict[tuple[int, ...], str]) -> None:
         refuse(name, f"{x.dtype.name} {x.shape}", f"integers, {allowed}")
 
 
-def is_integer(value) -> bool:
+def is_integer(value) -> TypeGuard[int]:
     """A Python or NumPy integer; True is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.bool_)
 

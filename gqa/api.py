@@ -104,7 +104,7 @@ def grouped_query_attention(
     https://github.com/openai/gpt-oss.
     """
     arrays = dict(q=q, k=k, v=v, past=past, lengths=lengths, sinks=sinks, bias=bias)
-    window = int(window) if window is not None and is_integer(window) else window
+    window = int(window) if is_integer(window) else window
     flags = check_flag("causal", causal), check_flag("return_lse", return_lse)
     options = Options(window, static_number(softcap), static_number(scale), *flags)
     return attend(arrays, options, implementation, config)

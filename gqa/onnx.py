@@ -153,12 +153,14 @@ def group_query_attention(
     known = seqlens_k, query_seqlens
     seqlens_k = _row_integers("seqlens_k", seqlens_k, B)
     query_seqlens = None if query_seqlens is None else _row_integers("query_seqlens", query_seqlens, B)
-    present_length = _present_length(total_sequence_length, caches[0], query_seqlens is None, T)
+    # Where it is known while tracing.
+    total = _known_total(total_sequence_length)
+    present_length = _present_length(total, caches[0], query_seqlens is None, T)
     capacity = 0 if caches[0] is None else caches[0].shape[2]
-    _check_valid(*known, total_sequence_length, T, present_length, capacity)
+    _check_valid(*known, total, T, present_length, capacity)
     rotary = None
     if do_rotary:
-        rotary = _rotary_tables(cos_cache, sin_cache, k.shape[-1], total_sequence_length)
+        rotary = _rotary_tables(cos_cache, sin_cache, k.shape[-1], total or 1)
     if position_ids is not None:
         known_ids = np.asarray(position_ids) if is_known(position_ids) else None
         position_ids = as_integers("position_ids", position_ids)
@@ -170,7 +172,7 @@ def group_query_attention(
     if attention_bias is not None:
         attention_bias = jnp.asarray(attention_bias)
         columns = attention_bias.shape[-1] if attention_bias.ndim == 4 else present_length + 1
-        least = int(np.asarray(total_sequence_length).reshape(())) if is_known(total_sequence_length) else 0
+        least = total or 0
         if not least <= columns <= present_length:
             shape = "[B or 1, H or 1, T, columns]"
             refuse(
@@ -318,38 +320,45 @@ def _row_integers(name, x, B):
 
 def _check_valid(last, lengths, total, T, present_length, capacity):
     """Refuses valid keys and new tokens that cannot be, where their numbers are known."""
-    new = None
-    if lengths is not None and is_known(lengths):
-        new = np.asarray(lengths, np.int64).reshape(-1)
-        if np.any((new < 0) | (new > T)):
-            refuse("query_seqlens", new.tolist(), f"between 0 and T = {T}")
-    if not is_known((last, total)):
+    new = None if lengths is None or not is_known(lengths) else np.asarray(lengths, np.int64).reshape(-1)
+    if new is not None and np.any((new < 0) | (new > T)):
+        refuse("query_seqlens", new.tolist(), f"between 0 and T = {T}")
+    if total is None or not is_known(last):
         return
-    last, is_prompt = np.asarray(last, np.int64).reshape(-1), int(np.asarray(total).reshape(())) == T
-    if lengths is None:
-        # A prompt's tokens are all new; else each row has T new ones.
-        new, most = (np.zeros_like(last), T) if is_prompt else (np.full_like(last, T), present_length)
+    last, most, past = np.asarray(last, np.int64).reshape(-1), present_length, None
+    if lengths is not None:
+        past = None if new is None else last + 1 - new
+    elif total == T:
+        # A prompt: all keys are new.
+        most = T
     else:
-        new, most = np.zeros_like(last) if new is None else new, present_length
+        new = np.full_like(last, T)
+        past = last + 1 - new
+    new = np.zeros_like(last) if new is None else new
     if np.any((last + 1 < new) | (last >= most)):
         refuse("seqlens_k", last.tolist(), f"between {(new - 1).tolist()} and {most - 1}, the last key's index")
-    if (
-        not (is_prompt and lengths is None)
-        and (lengths is None or is_known(lengths))
-        and np.any(last + 1 - new > capacity)
-    ):
-        refuse(
-            "seqlens_k",
-            last.tolist(),
-            f"at most {(capacity + new - 1).tolist()}: past keys are in past_key, P = {capacity}",
-        )
+    if past is not None and np.any(past > capacity):
+        allowed = f"at most {(capacity + new - 1).tolist()}: past keys are in past_key, P = {capacity}"
+        refuse("seqlens_k", last.tolist(), allowed)
 
 
-def _present_length(total, past, no_query_seqlens, T):
-    capacity = 0 if past is None else past.shape[2]
+def _known_total(total) -> int | None:
+    """total_sequence_length; None where it is traced."""
     if total is None:
         refuse("total_sequence_length", None, "an integer")
     if isinstance(total, Tracer):
+        return None
+    total = np.asarray(total)
+    if total.size != 1 or not np.issubdtype(total.dtype, np.integer):
+        refuse("total_sequence_length", total.tolist(), "an integer")
+    if total.reshape(()) < 0:
+        refuse("total_sequence_length", total.tolist(), ">= 0")
+    return int(total.reshape(()))
+
+
+def _present_length(total: int | None, past, no_query_seqlens, T):
+    capacity = 0 if past is None else past.shape[2]
+    if total is None:
         if past is None:
             refuse(
                 "total_sequence_length",
@@ -357,11 +366,6 @@ def _present_length(total, past, no_query_seqlens, T):
                 "a Python int where no past holds the total already",
             )
         return capacity
-    if np.size(total) != 1 or not np.issubdtype(np.asarray(total).dtype, np.integer):
-        refuse("total_sequence_length", repr(total), "an integer")
-    total = int(np.asarray(total).reshape(()))
-    if total < 0:
-        refuse("total_sequence_length", total, ">= 0")
     if past is None and no_query_seqlens and total != T:
         refuse("total_sequence_length", total, f"T = {T} where there is no past")
     if no_query_seqlens and not T <= total <= capacity + T:
@@ -369,13 +373,12 @@ def _present_length(total, past, no_query_seqlens, T):
     return max(total, capacity)
 
 
-def _rotary_tables(cos, sin, size, total):
-    """Both in fp32."""
+def _rotary_tables(cos, sin, size, positions):
+    """Both in fp32, of at least so many positions."""
     for name, table in (("cos_cache", cos), ("sin_cache", sin)):
         if table is None:
             refuse(name, None, "given where do_rotary is 1")
     cos, sin = as_array("cos_cache", cos), as_array("sin_cache", sin)
-    positions = max(int(np.asarray(total).reshape(())), 1) if is_known(total) else 1
     for name, table in (("cos_cache", cos), ("sin_cache", sin)):
         if table.ndim != 2 or table.shape != cos.shape or not 1 <= table.shape[1] <= size // 2:
             refuse(name, f"shape {table.shape}", f"[positions, 1 to {size // 2}], the same for both")

@@ -3,10 +3,13 @@
 The truth takes an explicit list of keys for each query row, and shares no line with the references that it judges.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from amdgpu import emulate
 from references import accuracy
 
 
@@ -122,6 +125,11 @@ def worst_excess(result, truth):
         return np.max(np.abs(x - truth) / accuracy.attention_bound(truth, None, "float32"))
 
     return max(excess(x, y) for x, y in zip(result, truth, strict=True))
+
+
+def at(place):
+    """Where kernels run: on an AMD chip's machine code, or (None) in interpret mode."""
+    return emulate(place) if place else contextlib.nullcontext()
 
 
 def bits(tree):

@@ -3,27 +3,20 @@
 In interpret mode and as AMD machine code, where a maximum drops NaN and a multiply-add rounds once.
 """
 
-import contextlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_truth import assert_close, fp32_bound, qkv, random, softmax_rows
+from attention_truth import assert_close, at, fp32_bound, qkv, random, softmax_rows
 
 import flash
 import gqa
-from amdgpu import emulate
 
 attention = partial(flash.flash_attention, implementation="pallas")
 grouped = partial(gqa.grouped_query_attention, implementation="pallas")
 PLACES = (None, "gfx942", "gfx1151")
-
-
-def at(place):
-    """Where kernels run: on an AMD chip's machine code, or (None) in interpret mode."""
-    return emulate(place) if place else contextlib.nullcontext()
 
 
 def flash_config(splits):

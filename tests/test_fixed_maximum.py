@@ -2,19 +2,17 @@
 computed again. In interpret mode and as AMD machine code; flash attention's kernel and the prefill kernel of gqa.
 """
 
-import contextlib
 from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_truth import assert_close, bits, flash_rows, fp32_bound, gqa_rows, of_each, random, softmax_rows
+from attention_truth import assert_close, at, bits, flash_rows, fp32_bound, gqa_rows, of_each, random, softmax_rows
 from planted import broken
 
 import flash
 import gqa
-from amdgpu import emulate
 from flash import api, kernel
 from references import accuracy
 from references.cases import FLASH_ODD, FLASH_SMALL, GQA_ODD, GQA_SMALL, FlashCase, GqaCase, inputs
@@ -26,11 +24,6 @@ GQA = gqa.Config(16, 16, 1, fixed_maximum=True)
 PLACES = (None, "gfx942", "gfx950", "gfx1201")
 attention = partial(flash.flash_attention, implementation="pallas", return_lse=True)
 grouped = partial(gqa.grouped_query_attention, implementation="pallas", return_lse=True)
-
-
-def at(place):
-    """Where kernels run: on an AMD chip's machine code, or (None) in interpret mode."""
-    return emulate(place) if place else contextlib.nullcontext()
 
 
 def assert_equals_float64(case, function, rows, dense, place=None):
