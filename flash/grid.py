@@ -154,8 +154,9 @@ class Problem:
 
     @property
     def fixed_maximum(self) -> bool:
-        """fp16 has no room for weights that are larger than 1."""
-        return self.config.fixed_maximum and self.dtype == jnp.bfloat16
+        """Whether there are tiles whose maximum may be fixed. fp16 has no room for weights that are larger than 1."""
+        possible = self.dtype == jnp.bfloat16 and self.splits == 1 and not self.hides_keys
+        return self.config.fixed_maximum and possible
 
     @property
     def hides_keys(self) -> bool:
@@ -295,22 +296,72 @@ def key_tiles(p: Problem, block, split, length, rows):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `pl.pallas_call` is told about one kernel; operands and results go by name."""
+    """What `pl.pallas_call` is told about one kernel; operands and results go by name.
+
+    `updated` are operands that are results too, written in their place.
+    """
 
     grid: tuple[int, ...]
     in_specs: dict[str, pl.BlockSpec]
     out_specs: dict[str, pl.BlockSpec]
     out_shape: dict[str, jax.ShapeDtypeStruct]
+    updated: tuple[str, ...] = ()
 
 
 def plan_forward(p: Problem) -> Plan:
     """One workgroup for each (b, h, query block): reads its rows of q, all keys and values of its KV head."""
+
+    def head(program):
+        return workgroup(program, p)[:2]
+
     results = result_shapes(p, p.out_dtype)
-    return Plan(
-        grid=(p.batch * p.heads * p.blocks,),
-        in_specs=_operand_specs(p),
-        out_specs=_result_specs(p, results, lambda program: workgroup(program, p)[:2]),
-        out_shape=results,
+    plan = Plan((p.batch * p.heads * p.blocks,), _operand_specs(p, head), _result_specs(p, results, head), results)
+    return plan if not p.fixed_maximum else with_lost(plan, p.blocks, lambda program: workgroup(program, p)[:3])
+
+
+def plan_again(p: Problem) -> Plan:
+    """One workgroup for each (b, h, some query blocks): those of them that are lost are computed again, in place."""
+
+    def head(program):
+        return again_program(program, p.heads, p.blocks)[:2]
+
+    results = result_shapes(p, p.out_dtype)
+    return again_of(Plan((), _operand_specs(p, head), _result_specs(p, results, head), results), p.blocks)
+
+
+# Query blocks that a workgroup of `again` looks after.
+AGAIN = 64
+
+
+def again_program(program, heads, blocks):
+    """(b, h, first query block) of a program of `again`."""
+    n = -(-blocks // AGAIN)
+    return program // (heads * n), program // n % heads, program % n * AGAIN
+
+
+def with_lost(plan: Plan, blocks: int, place: Callable) -> Plan:
+    """`plan` with one more result, `lost` `[B, H, Q]`: 1 where a query block has to be computed again, else 0.
+
+    `place` finds (b, h, query block) for a program.
+    """
+    batch, _, heads = plan.out_shape["o"].shape[:3]
+    shape = {"lost": jax.ShapeDtypeStruct((batch, heads, blocks), jnp.int32)}
+    return dataclasses.replace(
+        plan,
+        out_specs=plan.out_specs | {"lost": pl.BlockSpec((None, None, 1), place)},
+        out_shape=plan.out_shape | shape,
+    )
+
+
+def again_of(plan: Plan, blocks: int) -> Plan:
+    """`plan`, whose results are in place, with the grid of `again_program` and with `lost` to read."""
+    batch, _, heads = plan.out_shape["o"].shape[:3]
+    lost = pl.BlockSpec((None, None, blocks), lambda program: (*again_program(program, heads, blocks)[:2], 0))
+    return dataclasses.replace(
+        plan,
+        grid=(batch * heads * -(-blocks // AGAIN),),
+        in_specs=plan.in_specs | plan.out_specs | {"lost": lost},
+        updated=tuple(plan.out_specs),
     )
 
 
@@ -327,7 +378,7 @@ def plan_split_forward(p: Problem) -> Plan:
     buffers = partials(p)
     return Plan(
         grid=(p.batch * p.heads * p.blocks * p.splits,),
-        in_specs=_operand_specs(p),
+        in_specs=_operand_specs(p, lambda program: workgroup(program, p)[:2]),
         out_specs={name: of_split(buffer.shape) for name, buffer in buffers.items()},
         out_shape=buffers,
     )
@@ -390,26 +441,26 @@ def _result_specs(p: Problem, results: dict, place: Callable) -> dict[str, pl.Bl
     return {name: spec(result.shape) for name, result in results.items()}
 
 
-def _operand_specs(p: Problem) -> dict[str, pl.BlockSpec]:
-    """What a workgroup of the forward kernels may read: its batch row and head of everything."""
+def _operand_specs(p: Problem, place: Callable) -> dict[str, pl.BlockSpec]:
+    """What a workgroup of the forward kernels may read: everything of its batch row and head, `place(program)`."""
 
     def head(program):
-        b, h, _, _ = workgroup(program, p)
+        b, h = place(program)
         return b, 0, h, 0
 
     def kv_head(program):
-        b, h, _, _ = workgroup(program, p)
+        b, h = place(program)
         return b, 0, group_of(h, p.heads, p.groups), 0
 
     def batch_row(program):
-        return workgroup(program, p)[:1]
+        return place(program)[:1]
 
     def logits(shape):
-        def place(program):
-            b, h, _, _ = workgroup(program, p)
+        def of_program(program):
+            b, h = place(program)
             return b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, 0, 0
 
-        return pl.BlockSpec((None, None, *shape[2:]), place)
+        return pl.BlockSpec((None, None, *shape[2:]), of_program)
 
     specs = {
         "q": pl.BlockSpec((None, p.queries, None, p.key_size), head),

@@ -160,12 +160,12 @@ def loop(lo, hi, step, state: Softmax) -> Softmax:
     return lax.fori_loop(lo, hi, step, state)
 
 
-def walk(step, cuts, empty: Softmax, leave, *, fixed_maximum: bool) -> None:
-    """`leave(state)` after `step(tile, state, masked)` for all tiles of `key_tiles`: masked, free of masks, masked.
+def walk(step, cuts, empty: Softmax, *, fixed_maximum: bool):
+    """(state, lost) after `step(tile, state, masked)` for all tiles of `key_tiles`: masked, free of masks, masked.
 
     With `fixed_maximum` the masked tiles and one more come first and give each row a maximum. The free tiles that are
     left are weighed relative to it, by steps with `fixed=True`: a third fewer instructions. Where that was too small
-    (`fits`), all tiles are walked and left once more.
+    (`fits`), the state is `lost`, 1 and not 0, and `again` has to compute it.
     """
     start, free_start, free_stop, stop = cuts
     before, free, after = (start, free_start), (free_start, free_stop), (free_stop, stop)
@@ -174,20 +174,12 @@ def walk(step, cuts, empty: Softmax, leave, *, fixed_maximum: bool) -> None:
         functools.partial(step, masked=False),
         functools.partial(step, masked=False, fixed=True),
     )
-    if not fixed_maximum or free_start is free_stop:
-        return leave(loop(*after, masked, loop(*free, moving, loop(*before, masked, empty))))
+    if not fixed_maximum:
+        return loop(*after, masked, loop(*free, moving, loop(*before, masked, empty))), 0
     fixed_from = jnp.minimum(free_start + 1, jnp.maximum(free_start, free_stop))
     state = loop(*before, masked, loop(*after, masked, empty))
     state = loop(fixed_from, free_stop, fixed, loop(free_start, fixed_from, moving, state))
-    lost = jnp.where(fixed_from < free_stop, 1 - fits(state), 0)
-    leave(state)
-
-    @pl.when(lost > 0)
-    def again():
-        # 0, but not for the compiler, which would compute the same addresses once for both walks and hold them in
-        # registers all through the first.
-        zero = lost >> 1
-        leave(loop(start + zero, stop + zero, masked, empty), zero)
+    return state, jnp.where(fixed_from < free_stop, 1 - fits(state), 0)
 
 
 def fits(state: Softmax):
@@ -197,6 +189,24 @@ def fits(state: Softmax):
         # Not a maximum: on AMD it drops NaN.
         within = within & (jnp.sum(jnp.abs(x), axis=1) < jnp.inf)
     return jnp.min(within.astype(jnp.int32))
+
+
+def again(ins, first, blocks: int, attend) -> None:
+    """`attend(block)` for those of the query blocks from `first` on, of `blocks` in all, that are lost.
+
+    A kernel of its own: beside the fixed maximum it would take registers from a walk that almost never needs it.
+    """
+    index = first + lax.iota(jnp.int32, min(grid.AGAIN, grid.tile_size(blocks)))
+    lost = plgpu.load(ins["lost"].at[index], mask=index < blocks, other=0)
+
+    def one(block, _):
+        @pl.when(ins["lost"][block] > 0)
+        def this():
+            attend(block)
+
+    @pl.when(jnp.max(lost) > 0)
+    def some():
+        lax.fori_loop(first, jnp.minimum(first + grid.AGAIN, blocks), one, None)
 
 
 def with_bias(s, bias):
@@ -303,11 +313,22 @@ def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, start, bias, length):
 
 
 def forward_body(ins, outs, *, p: Problem, scale, target):
-    """One query block of one head over the keys of one split.
-
-    `outs` are results where there is one split, else the split's m, l and o for the merge.
-    """
+    """One query block of one head over the keys of one split."""
     _, _, block, split = grid.workgroup(pl.program_id(0), p)
+    lost = attend(ins, outs, block, split, p=p, scale=scale, target=target, fixed_maximum=p.fixed_maximum)
+    if p.fixed_maximum:
+        outs["lost"][0] = lost
+
+
+def again_body(ins, outs, *, p: Problem, scale, target):
+    """Those of some query blocks of one head that are lost."""
+    _, _, first = grid.again_program(pl.program_id(0), p.heads, p.blocks)
+    options = dict(p=p, scale=scale, target=target, fixed_maximum=False)
+    again(ins, first, p.blocks, lambda block: attend(ins, outs, block, 0, **options))
+
+
+def attend(ins, outs, block, split, *, p: Problem, scale, target, fixed_maximum: bool):
+    """Stores the results of a query block where there is one split, else the split's m, l and o. Returns `lost`."""
     # Run-time lengths below 0 hide all, and may not wrap.
     length = jnp.maximum(ins["kv_lengths"][0], 0) if "kv_lengths" in ins else p.keys
     rows_end = jnp.clip(ins["query_lengths"][0], 0, p.queries) if "query_lengths" in ins else p.queries
@@ -342,21 +363,20 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
         v = [load_tile(ins["v"], keys, part).astype(p.product_dtype) for part in values]
         return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
-    def leave(state, zero=0):
-        stored = Axis(stored_rows.index + zero, stored_rows.mask)
-        if "query_lengths" in ins:
-            there = stored.index < rows_end
-            o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
-            state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
-        if p.splits == 1:
-            return store_results(p, ins, outs, stored, values, state, c)
-        for name in ("m", "l"):
-            plgpu.store(outs[name].at[stored.index], getattr(state, name), mask=stored.mask)
-        for part, o in zip(values, state.o, strict=True):
-            store_tile(outs["o"], stored, part, o)
-
     cuts = grid.key_tiles(p, block, split, length, rows_end)
-    walk(step, cuts, empty_softmax(p.block_q, values), leave, fixed_maximum=p.fixed_maximum)
+    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum)
+    if "query_lengths" in ins:
+        there = stored_rows.index < rows_end
+        o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
+        state = Softmax(state.m, jnp.where(there, state.l, 0.0), o)
+    if p.splits == 1:
+        store_results(p, ins, outs, stored_rows, values, state, c)
+        return lost
+    for name in ("m", "l"):
+        plgpu.store(outs[name].at[stored_rows.index], getattr(state, name), mask=stored_rows.mask)
+    for part, o in zip(values, state.o, strict=True):
+        store_tile(outs["o"], stored_rows, part, o)
+    return lost
 
 
 def merge_body(ins, outs, *, p: Problem, scale, target):
@@ -389,6 +409,7 @@ def store_results(p: Problem, ins, outs, rows: Axis, values: list[Axis], state: 
 
 def call(body, name, plan: grid.Plan, operands: dict, *, num_warps, num_stages, interpret):
     """`pl.pallas_call` with operands and results by name."""
+    ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
     varies = jax.typeof(operands["q"]).manual_axis_type
     return pl.pallas_call(
         body,
@@ -398,6 +419,7 @@ def call(body, name, plan: grid.Plan, operands: dict, *, num_warps, num_stages, 
         out_shape={
             n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
         },
+        input_output_aliases={ins.index(name): outs.index(name) for name in plan.updated},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
@@ -405,7 +427,7 @@ def call(body, name, plan: grid.Plan, operands: dict, *, num_warps, num_stages, 
 
 
 def attention(p: Problem, operands: dict, *, scale, target):
-    """One launch, or two where several workgroups share a query block.
+    """One launch; two where several workgroups share a query block, or where a maximum may be fixed.
 
     Args:
       p: the static facts.
@@ -418,10 +440,15 @@ def attention(p: Problem, operands: dict, *, scale, target):
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
     operands = vary_alike(operands)
-    body, merge = (functools.partial(f, p=p, scale=scale, target=target) for f in (forward_body, merge_body))
+    forward, repeat, merge = (
+        functools.partial(body, p=p, scale=scale, target=target) for body in (forward_body, again_body, merge_body)
+    )
     order = p.config.order
     launch = functools.partial(call, num_warps=p.num_warps, num_stages=p.config.num_stages, interpret=target is None)
     if p.splits == 1:
-        return launch(body, f"flash_forward_{order}", grid.plan_forward(p), operands)
-    parts = launch(body, f"flash_split_forward_{order}", grid.plan_split_forward(p), operands)
+        results = launch(forward, f"flash_forward_{order}", grid.plan_forward(p), operands)
+        if p.fixed_maximum:
+            results = launch(repeat, "flash_again", grid.plan_again(p), operands | results)
+        return results
+    parts = launch(forward, f"flash_split_forward_{order}", grid.plan_split_forward(p), operands)
     return launch(merge, "flash_merge", grid.plan_merge(p), operands | parts)

@@ -47,7 +47,8 @@ class Config:
       splits: workgroups that share the keys of one query block, 1 to 64; None: as many as fill the device.
       order: the order of workgroups, one of `flash.grid`'s.
       fixed_maximum: whether bf16 weights of most keys are relative to the largest logit of the first tiles, which
-        saves instructions; where another logit exceeds that by 41 or more, the query block is computed again.
+        saves instructions; where another logit exceeds that by 41 or more, a second kernel computes the query block
+        again.
 
     Raises:
       ValueError: a value out of its range, when the Config is built.
@@ -102,10 +103,10 @@ ROWS = (
     Row("gfx1151", 2, 160, Config(64, 16, 4, 2), "static: 18.0 / 19.9; 32 keys or larger heads spill in the loops"),
     Row("gfx1100", 2, 64, Config(128, 64, 8, 2), "static: 18.5 / 24.6; with one stage a loop of bf16 spills"),
     Row("gfx1100", 2, 128, Config(64, 32, 4, 2, head_tile=64), "static: 16.7 / 19.9; whole heads spill in the loops"),
-    Row("gfx1201", 2, 64, Config(128, 64, 8, 1), "static: 16.0 / 19.0; 64x32 with 4 waves: 19.6 / 24.3"),
-    Row("gfx1201", 2, 128, Config(64, 32, 4, 1), "static: 13.2 / 15.8, nothing spilled"),
-    Row("sm_90", 2, 64, Config(64, 64, 4, 3), "H200: 1.32 ms (B4 T4096 H32); 128x64 with 8 warps 1.36, 4 warps 1.41"),
-    Row("sm_90", 2, 128, Config(256, 64, 8, 3), "H200: 17.3 ms (T16384 H64); 128x64 with 2 stages 18.0, 128x128 18.2"),
+    Row("gfx1201", 2, 64, fixed(128, 64, 8), "static: 16.0 / 19.0; 64x32 with 4 waves: 19.6 / 24.3; bf16 15.8"),
+    Row("gfx1201", 2, 128, fixed(64, 32, 4), "static: 13.2 / 15.8, nothing spilled; bf16 11.6"),
+    Row("sm_90", 2, 64, fixed(128, 64, 8, 4), "H200, B4 T4096 H32: 1.30 / 0.69 ms; 4 warps, 3 stages 1.26 / 0.72"),
+    Row("sm_90", 2, 128, fixed(256, 64, 8, 3), "H200, T16384 H64: 16.7 / 8.3 ms; 128x64 17.4 / 8.7, moving 18 / 9.1"),
     Row("sm_90", 2, 256, Config(128, 64, 8, 2), "two stages of 64 keys fill the shared memory"),
     Row("sm_90", 2, 576, Config(64, 32, 8, 1), "as much as fits the shared memory"),
     Row("gfx942", 4, 128, Config(64, 32, 4, 1), "static: two workgroups a CU"),
@@ -123,6 +124,8 @@ LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE = 576, 512
 
 # Workgroups that a device runs at once, at least one on each of its compute units.
 COMPUTE_UNITS = {"sm_90": 132} | {row.id: row.cus for row in ARCHITECTURES}
+# With fewer keys, the launch that a fixed maximum takes (`flash.kernel.again`) may cost more than it saves.
+MANY_KEYS = 2048
 # A split of fewer tiles does not pay for its part of the merge.
 TILES_OF_A_SPLIT = 4
 
@@ -136,6 +139,11 @@ def default_config(architecture: str, dtype, key_size: int, value_size: int) -> 
         if (row.architecture, row.itemsize) == (architecture, itemsize) and size <= row.head_size:
             return row.config
     return ANY if size <= 128 else ANY_LARGE
+
+
+def for_keys(config, keys: int):
+    """A Config of the table, for a call of so many keys."""
+    return config if keys >= MANY_KEYS else dataclasses.replace(config, fixed_maximum=False)
 
 
 def default_splits(architecture: str, workgroups: int, tiles: int) -> int:

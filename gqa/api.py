@@ -28,6 +28,7 @@ from flash.arguments import (
     refuse,
     static_number,
 )
+from flash.tuning import for_keys
 from gqa import decode, grid, kernel
 from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
 from references import gqa as reference
@@ -63,9 +64,9 @@ def grouped_query_attention(
         out = sum exp(l_j - m) v_j / den;   lse = m + log(den)
 
     Logits, maximum, sum and accumulator are fp32. Cache rows that no query row may see are never used, not
-    even where they are NaN; a cache row that some query rows see must be finite. Under `implementation="pallas"` a
-    kernel shares out the query rows; where a KV group has few (`gqa.tuning.uses_rows_kernel`), another takes them all
-    at once and shares out the keys, in blocks of 2048 or less, and a third merges. Else the blocked reference runs.
+    even where they are NaN; a cache row that some query rows see must be finite. On a GPU a Pallas kernel shares out
+    the query rows; where a KV group has few (`gqa.tuning.uses_rows_kernel`), another takes them all at once and shares
+    out the keys, in blocks of 2048 or less, and a third merges. Elsewhere the blocked reference runs.
     Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs.
     `past` and `lengths` are operands: new values compile nothing anew.
 
@@ -85,8 +86,7 @@ def grouped_query_attention(
       scale: factor of the logits, static; `K**-0.5` by default.
       causal: whether a row sees only keys up to its own position.
       return_lse: whether to return the natural logarithm of the denominator too.
-      implementation: None or "reference": the blocked reference; "pallas": the kernels, not yet the default (on a CPU
-        in interpret mode, slow).
+      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference".
       config: how the kernels are cut; by default from the table in `gqa.tuning`.
 
     Returns:
@@ -205,7 +205,7 @@ def _attend(arrays: dict, options: Options, implementation: str | None, config: 
 
     # The kernels have not been checked on a GPU case by case, so None does not choose them yet.
     obstacle, empty = _obstacle(arrays["q"], arrays["v"]), 0 in (arrays["q"].size, arrays["k"].size)
-    return by_implementation(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
+    return by_implementation(arrays, refer, launch, implementation, obstacle=obstacle, empty=empty)
 
 
 def _obstacle(q, v) -> str | None:
@@ -238,7 +238,7 @@ def _pallas(
     packed = uses_rows_kernel(T * (H // G), reach)
     which = "rows" if packed else "prefill" if options.window is None else "prefill_window"
     if config is None:
-        config = default_config(architecture, dtype.itemsize, K, V, which)
+        config = for_keys(default_config(architecture, dtype.itemsize, K, V, which), reach)
         workgroups = B * G * -(-T * (H // G) // config.block_q)
         config = dataclasses.replace(config, block_keys=default_block_keys(architecture, workgroups, reach))
     problem = grid.Problem(

@@ -29,6 +29,8 @@ from jax.experimental import pallas as pl
 
 from flash.grid import (
     Plan,
+    again_of,
+    again_program,
     either,
     greater,
     group_of,
@@ -38,6 +40,7 @@ from flash.grid import (
     softmax_buffers,
     tile_size,
     warps_of,
+    with_lost,
 )
 from gqa.tuning import Config
 
@@ -112,7 +115,8 @@ class Problem:
     @property
     def fixed_maximum(self) -> bool:
         """As in `flash.grid.Problem`."""
-        return self.config.fixed_maximum and self.dtype == jnp.bfloat16
+        possible = self.dtype == jnp.bfloat16 and self.bias is None and not self.config.one_loop
+        return self.config.fixed_maximum and possible
 
     @property
     def natural_logits(self) -> bool:
@@ -153,7 +157,8 @@ def key_tiles(p: Problem, tile, past, new):
     """The tiles of keys that a workgroup of the prefill kernel visits: (start, free start, free stop, stop).
 
     Tiles from `free start` to `free stop` are seen whole by all rows and need no mask; those before are cut by the left
-    edge of the window, those after by the diagonal or by the end of the keys. A bias hides any key: no tile is free.
+    edge of the window, those after by the diagonal or by the end of the keys. No tile is free beside a bias, which may
+    hide any key, or with `Config.one_loop`.
     """
     first_t, last_t = span_of_rows(p, tile, new)
     first, end = keys_of_tile(p, tile, past, new)
@@ -165,7 +170,7 @@ def key_tiles(p: Problem, tile, past, new):
         stop = either(first < end, stop, start)
     if "lengths" in p.given:
         stop = either(first_t <= last_t, stop, start)
-    if p.bias is not None:
+    if p.bias is not None or p.config.one_loop:
         return start, stop, stop, stop
     free_start, free_stop = start, stop
     if p.window is not None:
@@ -214,32 +219,43 @@ def merge_program(program, p: Problem):
 
 def plan_prefill(p: Problem) -> Plan:
     """One workgroup for each (b, h, tile of rows): reads its rows of q, and keys and values of its KV head."""
+    plan = _plan_of_heads(p, p.batch * p.heads * p.row_tiles, lambda program: prefill_program(program, p)[:2])
+    return plan if not p.fixed_maximum else with_lost(plan, p.row_tiles, lambda program: prefill_program(program, p))
+
+
+def plan_again(p: Problem) -> Plan:
+    """One workgroup for each (b, h, some tiles of rows): those of them that are lost are computed again, in place."""
+    return again_of(_plan_of_heads(p, 0, lambda program: again_program(program, p.heads, p.row_tiles)[:2]), p.row_tiles)
+
+
+def _plan_of_heads(p: Problem, programs: int, place: Callable) -> Plan:
+    """Each program reads and writes what is of its batch row and head, `place(program)`."""
 
     def head(program):
-        b, h, _ = prefill_program(program, p)
+        b, h = place(program)
         return b, 0, h, 0
 
     def kv_head(program):
-        b, h, _ = prefill_program(program, p)
+        b, h = place(program)
         return b, group_of(h, p.heads, p.groups)
 
     def logits(program):
-        b, h, _ = prefill_program(program, p)
+        b, h = place(program)
         return b, h, 0, 0
 
     def batch_row(program):
-        return prefill_program(program, p)[:1]
+        return place(program)[:1]
 
     specs = {"q": pl.BlockSpec((None, p.queries, None, p.key_size), head)} | _cache_specs(p, kv_head)
     if p.bias is not None:
         specs["bias"] = _bias_spec(p.bias, None, logits)
     if "sinks" in p.given:
-        specs["sinks"] = pl.BlockSpec((1,), lambda program: prefill_program(program, p)[1:2])
+        specs["sinks"] = pl.BlockSpec((1,), lambda program: place(program)[1:2])
     results = result_shapes(p, p.dtype)
     out_specs = {"o": pl.BlockSpec((None, p.queries, None, p.value_size), head)}
     if p.returns_lse:
         out_specs["lse"] = pl.BlockSpec((None, p.queries, None), lambda program: head(program)[:3])
-    return Plan((p.batch * p.heads * p.row_tiles,), specs | _position_specs(p, batch_row), out_specs, results)
+    return Plan((programs,), specs | _position_specs(p, batch_row), out_specs, results)
 
 
 def plan_rows(p: Problem) -> Plan:

@@ -24,13 +24,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from amdgpu.launch import vary_alike
-from flash.grid import Plan
+from flash.grid import Plan, again_program
 from flash.kernel import (
     LARGE_EXPONENT,
     LARGEST_LOGIT,
     LOG2_E,
     Axis,
     Softmax,
+    again,
     call,
     empty_softmax,
     exp2,
@@ -135,6 +136,20 @@ def results_of(state: Softmax, c: float, sink, there, target):
 def prefill_body(ins, outs, *, p: Problem, scale, target):
     """One tile of rows of one head."""
     _, _, tile = grid.prefill_program(pl.program_id(0), p)
+    lost = attend_rows(ins, outs, tile, p=p, scale=scale, target=target, fixed_maximum=p.fixed_maximum)
+    if p.fixed_maximum:
+        outs["lost"][0] = lost
+
+
+def again_body(ins, outs, *, p: Problem, scale, target):
+    """Those of some tiles of rows of one head that are lost."""
+    _, _, first = again_program(pl.program_id(0), p.heads, p.row_tiles)
+    options = dict(p=p, scale=scale, target=target, fixed_maximum=False)
+    again(ins, first, p.row_tiles, lambda tile: attend_rows(ins, outs, tile, **options))
+
+
+def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bool):
+    """Stores the results of a tile of rows. Returns whether they are lost (`walk`)."""
     past, new = positions(p, ins)
     first, end = grid.keys_of_tile(p, tile, past, new)
     features, values = (feature_axes(size, p.config.head_tile) for size in (p.key_size, p.value_size))
@@ -158,18 +173,16 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
         bias = None if p.bias is None else load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
         return attend(p, ins, q, keys, features, values, bias, allowed, state, **options)
 
-    def leave(state, zero=0):
-        there = Axis(stored.index + zero, stored.mask)
-        sink = ins["sinks"][0] if "sinks" in p.given else None
-        is_new = there.index < new if "lengths" in p.given else None
-        o, lse = results_of(state, logit_unit(p, scale), sink, is_new, target)
-        for part, x in zip(values, o, strict=True):
-            store_tile(outs["o"], there, part, x.astype(p.dtype))
-        if p.returns_lse:
-            plgpu.store(outs["lse"].at[there.index], lse, mask=there.mask)
-
     cuts = grid.key_tiles(p, tile, past, new)
-    walk(step, cuts, empty_softmax(p.block_q, values), leave, fixed_maximum=p.fixed_maximum)
+    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum)
+    sink = ins["sinks"][0] if "sinks" in p.given else None
+    is_new = stored.index < new if "lengths" in p.given else None
+    o, lse = results_of(state, logit_unit(p, scale), sink, is_new, target)
+    for part, x in zip(values, o, strict=True):
+        store_tile(outs["o"], stored, part, x.astype(p.dtype))
+    if p.returns_lse:
+        plgpu.store(outs["lse"].at[stored.index], lse, mask=stored.mask)
+    return lost
 
 
 def launch(body, name: str, p: Problem, plan: Plan, operands: dict, interpret: bool):
@@ -180,7 +193,7 @@ def launch(body, name: str, p: Problem, plan: Plan, operands: dict, interpret: b
 
 
 def prefill(p: Problem, operands: dict, *, scale: float, target: str | None):
-    """One launch.
+    """One launch, or two where a maximum may be fixed.
 
     Args:
       p: the static facts.
@@ -192,5 +205,9 @@ def prefill(p: Problem, operands: dict, *, scale: float, target: str | None):
     Returns:
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
-    body = functools.partial(prefill_body, p=p, scale=scale, target=target)
-    return launch(body, "gqa_prefill", p, grid.plan_prefill(p), vary_alike(operands), target is None)
+    bodies = (functools.partial(body, p=p, scale=scale, target=target) for body in (prefill_body, again_body))
+    operands, (body, repeat), interpret = vary_alike(operands), bodies, target is None
+    results = launch(body, "gqa_prefill", p, grid.plan_prefill(p), operands, interpret)
+    if p.fixed_maximum:
+        results = launch(repeat, "gqa_again", p, grid.plan_again(p), operands | results, interpret)
+    return results

@@ -29,8 +29,8 @@ def slices(case):
     return picked + [(int(rng.integers(case.H)), int(rng.integers(last + 1))) for _ in range(4)]
 
 
-def assert_slices_equal_float64(case, arguments, o, lse):
-    for h, t in slices(case):
+def assert_slices_equal_float64(case, arguments, o, lse, places=None):
+    for h, t in places or slices(case):
         rows = slice(t, t + min(ROWS, case.T))
         g = h // (case.H // case.G)
         # With that many keys, the rows of the slice are the last rows of a causal call.
@@ -71,6 +71,21 @@ def test_orders_change_no_bit(dtype, causal):
         for order in grid.ORDERS
     ]
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_whose_maximum_leaps_equal_float64(causal, K):
+    """Where a maximum was fixed too early, `flash.kernel.again` computes some blocks of some heads."""
+    case = FlashCase("leaps", "", 2, 3000, 3000, 4, 2, K, K, "bfloat16", causal=causal)
+    arguments = inputs(case)
+    q, k = arguments["q"].at[:, :, :, 0].set(0.0), arguments["k"].at[:, 1100, :, 0].set(1e4)
+    arguments |= dict(q=q.at[1, 1111:1500, 2, 0].set(1.0).at[0, 2999, 1, 0].set(1.0), k=k)
+    o, lse = ours(**arguments, return_lse=True)
+    for b, h, t in ((1, 2, 1088), (1, 2, 1130), (1, 2, 1470), (0, 1, 2936), (0, 0, 1088), (1, 3, 1470)):
+        one = slice(b, b + 1)
+        part = {name: x[one] if hasattr(x, "shape") else x for name, x in arguments.items()}
+        assert_slices_equal_float64(case, part, np.asarray(o[one]), np.asarray(lse[one]), [(h, t)])
 
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (576, 512)])

@@ -168,7 +168,7 @@ COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "slt": np.less, "sgt": np.gre
 
 
 def stored_tiles(call):
-    """Where in its array the tile stands that a workgroup of a kernel (Triton IR) stores last: one offset for each.
+    """Where in its array the last tile stands that a workgroup of a kernel (Triton IR) stores: one offset for each.
 
     Integers are computed for all workgroups together, and of each tile only the first element.
     """
@@ -177,9 +177,6 @@ def stored_tiles(call):
 
     def value(name):
         operation, _, rest = lines[name].partition(" ")
-        if operation == "arith.shrsi":
-            # The 0 by which a second walk (`flash.kernel.walk`) shifts its rows.
-            return 0
         operands = [value(x) for x in re.findall(r"%[\w#]+", rest)]
         if operation == "tt.get_program_id":
             return program
@@ -195,7 +192,7 @@ def stored_tiles(call):
             return np.where(*operands)
         return INTEGERS[operation](*operands)
 
-    pointer = re.findall(r"tt\.store (%\w+),", call.ttir)[-1]
+    pointer = re.findall(r"tt\.store (%\w+),.* tensor<\d+x\d+x!", call.ttir)[-1]
     offset = re.match(r"tt\.addptr %\w+, (%\w+)", lines[pointer])[1]
     return np.broadcast_to(value(offset), program.shape)
 
@@ -218,7 +215,7 @@ def attend_like_jax(q, k, v, *, causal, **options):
 
 
 # None joins as soon as it runs the kernels.
-IMPLEMENTATIONS = ("pallas",)
+IMPLEMENTATIONS = (None, "pallas")
 TARGETS = (("rocm", "gfx942", 8), ("rocm", "gfx950", 8), ("rocm", "gfx1151", 1), ("cuda", "NVIDIA H200", 1))
 
 
@@ -226,7 +223,7 @@ def workgroups_of(function, dtype, causal, platform, arch, *, B=2, T=2048, S=128
     """((B, H, G, Q), (b, h, q, split) of each workgroup, the kernel's name) of a call as it is lowered."""
     q, k = (jax.ShapeDtypeStruct((B, n, heads, K), dtype) for n, heads in ((T, H), (S, G)))
     call, *merge = isa.triton_calls(lowered(partial(function, causal=causal), q, k, k, platform=platform, arch=arch))
-    assert [m.name for m in merge] in ([], ["flash_merge"])
+    assert [m.name for m in merge] in ([], ["flash_merge"], ["flash_again"])
     # Of o [B, T, H, K], or of the splits' [splits, B, T, H, K].
     offset = stored_tiles(call)
     assert (offset % K == 0).all()
@@ -242,11 +239,11 @@ def workgroups_of(function, dtype, causal, platform, arch, *, B=2, T=2048, S=128
 @pytest.mark.parametrize("function", [attend, attend_like_jax])
 def test_the_default_path_has_the_intended_order(function, implementation, dtype, platform, arch, X):
     """FlyDSL 919, 950: the order was lost for bf16, and nothing noticed."""
-    # Seven KV heads do not share out among eight dies.
-    calls = ((True, 16, 8), (False, 16, 8), (True, 7, 7))
-    for causal, H, G in calls if X > 1 and function is attend else calls[:1]:
+    # Seven KV heads do not share out among eight dies. With 2048 keys a maximum may be fixed.
+    calls = ((True, 16, 8, 2048), (True, 16, 8, 128), (False, 16, 8, 128), (True, 7, 7, 128))
+    for causal, H, G, S in calls if X > 1 and function is attend else calls[:1]:
         ours = partial(function, implementation=implementation)
-        shape, cut, name = workgroups_of(ours, dtype, causal, platform, arch, H=H, G=G)
+        shape, cut, name = workgroups_of(ours, dtype, causal, platform, arch, H=H, G=G, S=S)
         assert name == "flash_forward_kv_group_first"
         b, h, q = grid.kv_group_first(np.arange(cut[0].size), *shape, X)
         assert shape[3] > 1

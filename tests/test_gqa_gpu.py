@@ -30,10 +30,10 @@ def slices(case):
     return picked + [tuple(int(rng.integers(n)) for n in (case.B, case.H, last + 1)) for _ in range(4)]
 
 
-def assert_slices_equal_float64(case, o, lse):
-    arguments = inputs(case)
+def assert_slices_equal_float64(case, o, lse, arguments=None, places=None):
+    arguments = arguments or inputs(case)
     r = case.H // case.G
-    for b, h, t in slices(case):
+    for b, h, t in places or slices(case):
         rows = slice(t, t + min(ROWS, case.T))
         past = case.S - case.T if case.past is None else int(np.broadcast_to(case.past, case.B)[b])
         # Of a smaller cache, the rows of the slice are the last tokens.
@@ -83,6 +83,17 @@ DTYPES = [("bfloat16", None), ("float16", None), ("float32", None), ("float32", 
 def test_sizes_equal_float64(K, V, dtype, kv_dtype, T, window):
     case = GqaCase("sizes", "", 2, T, 2500, 12, 4, K, V, dtype, kv_dtype, window=window, sinks="uniform")
     assert_slices_equal_float64(case, *run(case))
+
+
+def test_blocks_whose_maximum_leaps_equal_float64():
+    """As of flash attention: some rows of one head of one batch row are computed again."""
+    case = GqaCase("leaps", "", 2, 3000, 4000, 16, 2, 64, 64, "bfloat16", past=(1000, 500), sinks="uniform")
+    arguments = inputs(case)
+    q, k = arguments["q"].at[:, :, :, 0].set(0.0), arguments["k"].at[:, 1500, :, 0].set(1e4)
+    arguments |= dict(q=q.at[1, 1111:1500, 9, 0].set(1.0).at[0, 2999, 1, 0].set(1.0), k=k)
+    o, lse = (np.asarray(x) for x in ours(**arguments, return_lse=True))
+    places = [(1, 9, 1088), (1, 9, 1130), (1, 9, 1470), (0, 1, 2936), (0, 0, 1088), (1, 8, 1470)]
+    assert_slices_equal_float64(case, o, lse, arguments, places)
 
 
 @pytest.mark.parametrize("S", [2047, 2048, 2049, 2560, 3000, 4096, 5000, 20000])
