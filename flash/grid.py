@@ -316,7 +316,7 @@ def plan_forward(p: Problem) -> Plan:
 
     results = result_shapes(p, p.out_dtype)
     plan = Plan((p.batch * p.heads * p.blocks,), _operand_specs(p, head), _result_specs(p, results, head), results)
-    return plan if not p.fixed_maximum else with_lost(plan, p.blocks, lambda program: workgroup(program, p)[:3])
+    return plan if not p.fixed_maximum else with_lost(plan, p.blocks, head)
 
 
 def plan_again(p: Problem) -> Plan:
@@ -342,14 +342,13 @@ def again_program(program, heads, blocks):
 def with_lost(plan: Plan, blocks: int, place: Callable) -> Plan:
     """`plan` with one more result, `lost` `[B, H, Q]`: 1 where a query block has to be computed again, else 0.
 
-    `place` finds (b, h, query block) for a program.
+    `place` finds (b, h) for a program.
     """
     batch, _, heads = plan.out_shape["o"].shape[:3]
-    shape = {"lost": jax.ShapeDtypeStruct((batch, heads, blocks), jnp.int32)}
+    spec = pl.BlockSpec((None, None, blocks), lambda program: (*place(program), 0))
+    shape = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.int32)
     return dataclasses.replace(
-        plan,
-        out_specs=plan.out_specs | {"lost": pl.BlockSpec((None, None, 1), place)},
-        out_shape=plan.out_shape | shape,
+        plan, out_specs=plan.out_specs | {"lost": spec}, out_shape=plan.out_shape | {"lost": shape}
     )
 
 

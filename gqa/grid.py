@@ -220,7 +220,9 @@ def merge_program(program, p: Problem):
 def plan_prefill(p: Problem) -> Plan:
     """One workgroup for each (b, h, tile of rows): reads its rows of q, and keys and values of its KV head."""
     plan = _plan_of_heads(p, p.batch * p.heads * p.row_tiles, lambda program: prefill_program(program, p)[:2])
-    return plan if not p.fixed_maximum else with_lost(plan, p.row_tiles, lambda program: prefill_program(program, p))
+    return (
+        plan if not p.fixed_maximum else with_lost(plan, p.row_tiles, lambda program: prefill_program(program, p)[:2])
+    )
 
 
 def plan_again(p: Problem) -> Plan:

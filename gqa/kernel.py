@@ -138,7 +138,7 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
     _, _, tile = grid.prefill_program(pl.program_id(0), p)
     lost = attend_rows(ins, outs, tile, p=p, scale=scale, target=target, fixed_maximum=p.fixed_maximum)
     if p.fixed_maximum:
-        outs["lost"][0] = lost
+        outs["lost"][tile] = lost
 
 
 def again_body(ins, outs, *, p: Problem, scale, target):

@@ -29,10 +29,11 @@ def compiled(arch, dtype, K, kind, order="kv_group_first", fixed_maximum=None):
     config = work.keywords["config"]
     fixed_maximum = config.fixed_maximum if fixed_maximum is None else fixed_maximum
     config = dataclasses.replace(config, order=order, fixed_maximum=fixed_maximum)
-    report, *merge = isa.compile_for(work.fn, arch=arch, **work.keywords | {"config": config})
+    report, *others = isa.compile_for(work.fn, arch=arch, **work.keywords | {"config": config})
     assert report.name == f"flash_{'split_' if kind == 'split' else ''}forward_{order}"
-    assert [r.name for r in merge] == (["flash_merge"] if kind == "split" else [])
-    for r in merge:
+    fixed = fixed_maximum and dtype == "bfloat16"
+    assert [r.name for r in others] == (["flash_merge"] if kind == "split" else ["flash_again"] if fixed else [])
+    for r in others:
         assert (r.faults, r.spilled_vgprs, r.scratch_bytes) == ((), 0, 0)
     return report
 
@@ -69,14 +70,14 @@ def test_machine_code(arch, dtype, K, kind):
     assert report.lds_bytes <= chip.lds_bytes_per_workgroup
     assert report.vgprs <= chip.vgprs_per_wave
     assert all(loop.counts["matrix"] for loop in report.loops)
-    if dtype == "bfloat16" and WORKS[arch, f"flash_attention {dtype} K={K} {kind}"].keywords["config"].fixed_maximum:
-        # And the loop of the second walk; the one tile that moves the maximum may be another.
-        assert len(report.loops) in ((3,) if kind == "causal" else (2, 3))
-    else:
-        assert len(report.loops) == (2 if kind == "causal" else 1)
+    assert len(report.loops) == (2 if kind == "causal" else 1)
     # gfx11 has half as many registers: there some are put away before a loop and fetched after it.
     if arch not in ("gfx1100", "gfx1151") or kind != "causal":
-        assert (report.spilled_vgprs, report.spilled_sgprs, report.scratch_bytes) == (0, 0, 0)
+        assert (report.spilled_vgprs, report.scratch_bytes) == (0, 0)
+    # A scalar register may wait in a lane of a vector register, but is not fetched in a loop.
+    lines = report.kernel.amdgcn.splitlines()
+    for loop in report.loops:
+        assert not any("lane_b32" in line for line in lines[loop.first_line : loop.last_line + 1])
 
 
 # (architecture, K = V): most instructions for one matrix instruction, mask-free and masked. AITER's: gfx1151 15.8 and

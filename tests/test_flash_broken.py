@@ -160,7 +160,7 @@ def test_faults_of_windows_are_seen(monkeypatch, fault):
 
 
 def test_query_lengths_that_hide_nothing_are_seen(monkeypatch):
-    wrong = broken(kernel, ("there = stored.index < rows_end", "there = stored.index < p.queries"))
+    wrong = broken(kernel, ("there = stored_rows.index < rows_end", "there = stored_rows.index < p.queries"))
     monkeypatch.setattr(api, "kernel", wrong)
     assert excess_like_jax() > 10
 

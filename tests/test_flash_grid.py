@@ -132,6 +132,16 @@ def test_parts_of_common_sizes():
     assert grid.parts(160, 64) == [(0, 64), (64, 64), (128, 32)]
 
 
+@pytest.mark.parametrize("blocks", [1, 63, 64, 65, 200])
+def test_again_looks_after_every_block(blocks):
+    heads = 3
+    found = []
+    for program in range(2 * heads * -(-blocks // grid.AGAIN)):
+        b, h, first = grid.again_program(program, heads, blocks)
+        found += [(b, h, block) for block in range(first, min(first + grid.AGAIN, blocks))]
+    assert found == list(itertools.product(range(2), range(heads), range(blocks)))
+
+
 EVERYTHING = dict(
     bias=(1, 4, 1, 120),
     mask=(2, 1, 100, 120),
@@ -159,7 +169,10 @@ def test_specs_stay_inside_their_arrays(splits):
     }
     results = {"o": (2, 100, 4, 32), "lse": (2, 100, 4)}
     partials = {name: buffer.shape for name, buffer in grid.partials(p).items()}
-    plans = [(grid.plan_forward(p), shapes, results)]
+    lost = {"lost": (2, 4, p.blocks)}
+    plans = [(grid.plan_forward(p), shapes, results), (grid.plan_again(p), shapes | results | lost, results)]
+    fixed = grid.with_lost(grid.plan_forward(p), p.blocks, lambda program: grid.workgroup(program, p)[:2])
+    plans.append((fixed, shapes, results | lost))
     if splits > 1:
         factors = {name: (1,) for name in ("logit_factor", "value_factor")}
         plans = [(grid.plan_split_forward(p), shapes, partials), (grid.plan_merge(p), partials | factors, results)]
@@ -190,14 +203,18 @@ def kernels(function, *avals, arch="gfx942"):
 def test_the_architectures_row_is_used():
     for row in ROWS:
         if row.architecture.startswith("gfx") and row.itemsize == 2 and row.head_size <= 256:
-            (call,) = kernels(ours, *shapes(K=row.head_size, V=row.head_size), arch=row.architecture)
-            assert call.grid[0] == 16 * 4096 // row.config.block_q
-            assert (call.num_warps, call.num_stages) == (row.config.num_warps, row.config.num_stages)
+            call, *again = kernels(ours, *shapes(K=row.head_size, V=row.head_size), arch=row.architecture)
+            blocks = 4096 // row.config.block_q
+            assert call.grid[0] == 16 * blocks
+            fixed = row.config.fixed_maximum
+            assert [(c.name, c.grid[0]) for c in again] == ([("flash_again", 16 * -(-blocks // 64))] if fixed else [])
+            for c in (call, *again):
+                assert (c.num_warps, c.num_stages) == (row.config.num_warps, row.config.num_stages)
 
 
 def test_few_rows_and_many_keys_are_split():
-    (whole,) = kernels(ours, *shapes(T=4096, S=4096))
-    assert whole.name == "flash_forward_kv_group_first"
+    whole = kernels(ours, *shapes(T=4096, S=4096))
+    assert [c.name for c in whole] == ["flash_forward_kv_group_first", "flash_again"]
     forward, merge = kernels(ours, *shapes(T=16, S=8192))
     assert [forward.name, merge.name] == ["flash_split_forward_kv_group_first", "flash_merge"]
     # 304 compute units, 16 heads of one query block
@@ -230,10 +247,10 @@ def test_no_operand_is_padded_transposed_or_broadcast():
 
 def test_large_arrays_have_64_bit_offsets():
     """flash-attention 2260: B T H K > 2^31."""
-    (call,) = kernels(ours, *shapes(T=2**20, S=2**20, H=32, G=32))
-    assert "tensor<" in call.ttir and "xi64>" in call.ttir
-    (call,) = kernels(ours, *shapes())
-    assert "xi64>" not in call.ttir
+    for call in kernels(ours, *shapes(T=2**20, S=2**20, H=32, G=32)):
+        assert "tensor<" in call.ttir and "xi64>" in call.ttir
+    for call in kernels(ours, *shapes()):
+        assert "xi64>" not in call.ttir
 
 
 def test_kernels_count_in_int32_for_x64_users():

@@ -11,6 +11,7 @@ import pytest
 
 import gqa
 from amdgpu import isa
+from flash.grid import with_lost
 from gqa import Config, grid, tuning
 from gqa.grid import Problem
 from gqa.onnx import group_query_attention
@@ -202,7 +203,10 @@ def test_specs_stay_inside_their_arrays(packed, bias, heads_first):
         merged = partials | {name: shapes.pop(name) for name in ("sinks",)} | {"lengths": (2,)}
         plans = [(grid.plan_rows(p), shapes, partials), (grid.plan_merge(p), merged, results)]
     else:
-        plans = [(grid.plan_prefill(p), shapes, results)]
+        lost = {"lost": (p.batch, p.heads, p.row_tiles)}
+        fixed = with_lost(grid.plan_prefill(p), p.row_tiles, lambda program: grid.prefill_program(program, p)[:2])
+        plans = [(grid.plan_prefill(p), shapes, results), (fixed, shapes, results | lost)]
+        plans.append((grid.plan_again(p), shapes | results | lost, results))
     for plan, ins, outs in plans:
         for specs, arrays in ((plan.in_specs, ins), (plan.out_specs, outs)):
             assert specs.keys() == arrays.keys()
