@@ -280,7 +280,7 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
 
 
 def _run(arrays: dict, qkv: list, mask, refer: Callable, launch: Callable, implementation: str | None):
-    """The kernels have not been checked on a GPU case by case, so `implementation=None` does not choose them yet."""
+    """Kernels or the reference, as `by_implementation` says."""
     q, k, v = qkv
     obstacle, empty = _obstacle(q, k, v, mask), 0 in (q.size, k.size)
     return by_implementation(arrays, refer, launch, implementation, obstacle=obstacle, empty=empty)
@@ -343,7 +343,10 @@ def _pallas(
         operands[name] = x.astype(jnp.int8) if name == "mask" else as_bias(x)
     for name in [name for name in ("logit_factor", "value_factor") if name in operands]:
         operands[name] = operands[name].astype(jnp.float32).reshape(1)
-    config = config or for_keys(default_config(architecture, dtype, K, V), S)
+    if config is None:
+        config = default_config(architecture, dtype, K, V)
+        left, right = positions.left, positions.right
+        config = for_keys(config, S if left is None or right is None else min(S, config.block_q + left + right))
     grid.check_order(config.order, H, xcds(architecture))
     problem = grid.Problem(
         batch=B,

@@ -316,52 +316,47 @@ def plan_forward(p: Problem) -> Plan:
 
     results = result_shapes(p, p.out_dtype)
     plan = Plan((p.batch * p.heads * p.blocks,), _operand_specs(p, head), _result_specs(p, results, head), results)
-    return plan if not p.fixed_maximum else with_lost(plan, p.blocks, head)
+    return with_lost(plan, head, p.blocks) if p.fixed_maximum else plan
 
 
-def plan_again(p: Problem) -> Plan:
-    """One workgroup for each (b, h, some query blocks): those of them that are lost are computed again, in place."""
+def plan_lost_blocks(p: Problem) -> Plan:
+    """One workgroup for each (b, h, some query blocks): computes those of them that are lost, in place."""
 
     def head(program):
-        return again_program(program, p.heads, p.blocks)[:2]
+        return lost_program(program, p.heads, p.blocks)[:2]
 
     results = result_shapes(p, p.out_dtype)
-    return again_of(Plan((), _operand_specs(p, head), _result_specs(p, results, head), results), p.blocks)
+    specs = _operand_specs(p, head), _result_specs(p, results, head)
+    return plan_of_lost(*specs, results, head, p.blocks)
 
 
-# Query blocks that a workgroup of `again` looks after.
-AGAIN = 64
+# Query blocks that a workgroup for lost blocks looks after: most often it finds none.
+LOST_BLOCKS = 16
 
 
-def again_program(program, heads, blocks):
-    """(b, h, first query block) of a program of `again`."""
-    n = -(-blocks // AGAIN)
-    return program // (heads * n), program // n % heads, program % n * AGAIN
+def lost_program(program, heads, blocks):
+    """(b, h, first query block) of a workgroup for lost blocks."""
+    n = -(-blocks // LOST_BLOCKS)
+    return program // (heads * n), program // n % heads, program % n * LOST_BLOCKS
 
 
-def with_lost(plan: Plan, blocks: int, place: Callable) -> Plan:
-    """`plan` with one more result, `lost` `[B, H, Q]`: 1 where a query block has to be computed again, else 0.
-
-    `place` finds (b, h) for a program.
-    """
-    batch, _, heads = plan.out_shape["o"].shape[:3]
-    spec = pl.BlockSpec((None, None, blocks), lambda program: (*place(program), 0))
-    shape = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.int32)
-    return dataclasses.replace(
-        plan, out_specs=plan.out_specs | {"lost": spec}, out_shape=plan.out_shape | {"lost": shape}
-    )
+def with_lost(plan: Plan, head: Callable, blocks: int) -> Plan:
+    """`plan` with one more result, `lost` `[B, H, Q]`: 1 where a query block is lost, else 0. `head`: (b, h)."""
+    batch, _, heads, _ = plan.out_shape["o"].shape
+    lost = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.int32)
+    out_specs = plan.out_specs | {"lost": _lost_spec(head, blocks)}
+    return dataclasses.replace(plan, out_specs=out_specs, out_shape=plan.out_shape | {"lost": lost})
 
 
-def again_of(plan: Plan, blocks: int) -> Plan:
-    """`plan`, whose results are in place, with the grid of `again_program` and with `lost` to read."""
-    batch, _, heads = plan.out_shape["o"].shape[:3]
-    lost = pl.BlockSpec((None, None, blocks), lambda program: (*again_program(program, heads, blocks)[:2], 0))
-    return dataclasses.replace(
-        plan,
-        grid=(batch * heads * -(-blocks // AGAIN),),
-        in_specs=plan.in_specs | plan.out_specs | {"lost": lost},
-        updated=tuple(plan.out_specs),
-    )
+def plan_of_lost(in_specs: dict, out_specs: dict, out_shape: dict, head: Callable, blocks: int) -> Plan:
+    """The workgroups of `lost_program`, which read `lost` and write results in their place."""
+    batch, _, heads, _ = out_shape["o"].shape
+    in_specs = in_specs | out_specs | {"lost": _lost_spec(head, blocks)}
+    return Plan((batch * heads * -(-blocks // LOST_BLOCKS),), in_specs, out_specs, out_shape, updated=tuple(out_specs))
+
+
+def _lost_spec(head: Callable, blocks: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, None, blocks), lambda program: (*head(program), 0))
 
 
 def plan_split_forward(p: Problem) -> Plan:

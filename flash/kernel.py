@@ -1,4 +1,4 @@
-"""Flash attention: the forward kernel, its split form, and the merge of splits.
+"""Flash attention: the forward kernel, its split form and the merge of splits, and the kernel for lost blocks.
 
 For a block of query rows, tile after tile of keys, with s the logits of a tile and V its values,
 
@@ -13,6 +13,9 @@ is scaled, capped and biased first, and c is log2(e).
 
 A hidden key has s = -inf. m is finite from the start, so rows without a key so far have p = exp2(-inf) = 0 and a = 1.
 Values that no row of the block sees are not read, so 0 times NaN does not arise.
+
+Most tiles may leave m alone (`Config.fixed_maximum`). A block where that overflows is lost: the second
+kernel computes it.
 
 m, l, o and s are fp32; p is rounded to the dtype of V for its product. Heads whose size is no power of two are walked
 in parts (`grid.parts`), so q, k, v and o are lists of tiles.
@@ -160,12 +163,12 @@ def loop(lo, hi, step, state: Softmax) -> Softmax:
     return lax.fori_loop(lo, hi, step, state)
 
 
-def walk(step, cuts, empty: Softmax, *, fixed_maximum: bool):
+def walk(step, cuts, empty: Softmax, *, fixed_maximum: bool, target):
     """(state, lost) after `step(tile, state, masked)` for all tiles of `key_tiles`: masked, free of masks, masked.
 
     With `fixed_maximum` the masked tiles and one more come first and give each row a maximum. The free tiles that are
-    left are weighed relative to it, by steps with `fixed=True`: a third fewer instructions. Where that was too small
-    (`fits`), the state is `lost`, 1 and not 0, and `again` has to compute it.
+    left are weighed relative to it, by steps with `fixed=True`: a tenth to a third fewer instructions. Where that was
+    too small (`fits`), the block is `lost`, 1 and not 0, and left to `lost_blocks`.
     """
     start, free_start, free_stop, stop = cuts
     before, free, after = (start, free_start), (free_start, free_stop), (free_stop, stop)
@@ -177,6 +180,10 @@ def walk(step, cuts, empty: Softmax, *, fixed_maximum: bool):
     if not fixed_maximum:
         return loop(*after, masked, loop(*free, moving, loop(*before, masked, empty))), 0
     fixed_from = jnp.minimum(free_start + 1, jnp.maximum(free_start, free_stop))
+    if target == "cuda":
+        # 0, but not for the compiler, which would write out a loop that it knows to run once. On sm_90 q would then
+        # stand in shared memory twice.
+        fixed_from += jnp.minimum(pl.program_id(0), 0)
     state = loop(*before, masked, loop(*after, masked, empty))
     state = loop(fixed_from, free_stop, fixed, loop(free_start, fixed_from, moving, state))
     return state, jnp.where(fixed_from < free_stop, 1 - fits(state), 0)
@@ -193,22 +200,22 @@ def fits(state: Softmax):
     return within.astype(jnp.int32)
 
 
-def again(ins, first, blocks: int, attend) -> None:
-    """`attend(block)` for those of the query blocks from `first` on, of `blocks` in all, that are lost.
+def lost_blocks(ins, first, blocks: int, compute) -> None:
+    """`compute(block)` for those of the query blocks from `first` on, of `blocks` in all, that are lost.
 
     A kernel of its own: beside the fixed maximum it would take registers from a walk that almost never needs it.
     """
-    index = first + lax.iota(jnp.int32, min(grid.AGAIN, grid.tile_size(blocks)))
+    index = first + lax.iota(jnp.int32, min(grid.LOST_BLOCKS, grid.tile_size(blocks)))
     lost = plgpu.load(ins["lost"].at[index], mask=index < blocks, other=0)
 
     def one(block, _):
         @pl.when(ins["lost"][block] > 0)
         def this():
-            attend(block)
+            compute(block)
 
     @pl.when(jnp.max(lost) > 0)
     def some():
-        lax.fori_loop(first, jnp.minimum(first + grid.AGAIN, blocks), one, None)
+        lax.fori_loop(first, jnp.minimum(first + grid.LOST_BLOCKS, blocks), one, None)
 
 
 def with_bias(s, bias):
@@ -317,19 +324,19 @@ def allowed_pairs(p: Problem, ins, rows: Axis, keys: Axis, start, bias, length):
 def forward_body(ins, outs, *, p: Problem, scale, target):
     """One query block of one head over the keys of one split."""
     _, _, block, split = grid.workgroup(pl.program_id(0), p)
-    lost = attend(ins, outs, block, split, p=p, scale=scale, target=target, fixed_maximum=p.fixed_maximum)
+    lost = attend_rows(ins, outs, block, split, p=p, scale=scale, target=target, fixed_maximum=p.fixed_maximum)
     if p.fixed_maximum:
         outs["lost"][block] = lost
 
 
-def again_body(ins, outs, *, p: Problem, scale, target):
+def lost_blocks_body(ins, outs, *, p: Problem, scale, target):
     """Those of some query blocks of one head that are lost."""
-    _, _, first = grid.again_program(pl.program_id(0), p.heads, p.blocks)
+    _, _, first = grid.lost_program(pl.program_id(0), p.heads, p.blocks)
     options = dict(p=p, scale=scale, target=target, fixed_maximum=False)
-    again(ins, first, p.blocks, lambda block: attend(ins, outs, block, 0, **options))
+    lost_blocks(ins, first, p.blocks, lambda block: attend_rows(ins, outs, block, 0, **options))
 
 
-def attend(ins, outs, block, split, *, p: Problem, scale, target, fixed_maximum: bool):
+def attend_rows(ins, outs, block, split, *, p: Problem, scale, target, fixed_maximum: bool):
     """Stores the results of a query block where there is one split, else the split's m, l and o. Returns `lost`."""
     # Run-time lengths below 0 hide all, and may not wrap.
     length = jnp.maximum(ins["kv_lengths"][0], 0) if "kv_lengths" in ins else p.keys
@@ -366,7 +373,7 @@ def attend(ins, outs, block, split, *, p: Problem, scale, target, fixed_maximum:
         return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
     cuts = grid.key_tiles(p, block, split, length, rows_end)
-    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum)
+    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum, target=target)
     if "query_lengths" in ins:
         there = stored_rows.index < rows_end
         o = [jnp.where(there[:, None], x, 0.0) for x in state.o]
@@ -442,15 +449,16 @@ def attention(p: Problem, operands: dict, *, scale, target):
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
     operands = vary_alike(operands)
-    forward, repeat, merge = (
-        functools.partial(body, p=p, scale=scale, target=target) for body in (forward_body, again_body, merge_body)
+    forward, lost, merge = (
+        functools.partial(body, p=p, scale=scale, target=target)
+        for body in (forward_body, lost_blocks_body, merge_body)
     )
     order = p.config.order
     launch = functools.partial(call, num_warps=p.num_warps, num_stages=p.config.num_stages, interpret=target is None)
     if p.splits == 1:
         results = launch(forward, f"flash_forward_{order}", grid.plan_forward(p), operands)
         if p.fixed_maximum:
-            results = launch(repeat, "flash_again", grid.plan_again(p), operands | results)
+            results = launch(lost, "flash_lost_blocks", grid.plan_lost_blocks(p), operands | results)
         return results
     parts = launch(forward, f"flash_split_forward_{order}", grid.plan_split_forward(p), operands)
     return launch(merge, "flash_merge", grid.plan_merge(p), operands | parts)

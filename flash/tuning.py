@@ -46,8 +46,9 @@ class Config:
       head_tile: most elements of a head in one tile, a power of two from 16 to 256; larger heads are walked in parts.
       splits: workgroups that share the keys of one query block, 1 to 64; None: as many as fill the device.
       order: the order of workgroups, one of `flash.grid`'s.
-      fixed_maximum: whether bf16 weights of most keys are relative to the largest logit of the first tiles, which
-        saves instructions; where others exceed that by 35 or more, a second kernel computes the query block again.
+      fixed_maximum: whether the weights of most keys are relative to the largest logit of the first tiles, which saves
+        instructions; where other logits exceed that by 35 or more (natural units), a second kernel computes the query
+        block once more. In bf16, where nothing but positions hides keys and no split shares them; else as without.
 
     Raises:
       ValueError: a value out of its range, when the Config is built.
@@ -123,8 +124,8 @@ LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE = 576, 512
 
 # Workgroups that a device runs at once, at least one on each of its compute units.
 COMPUTE_UNITS = {"sm_90": 132} | {row.id: row.cus for row in ARCHITECTURES}
-# With fewer keys, the launch that a fixed maximum takes (`flash.kernel.again`) may cost more than it saves.
-MANY_KEYS = 2048
+# With fewer keys, the launch for lost blocks may cost more than a fixed maximum saves.
+KEYS_FOR_A_FIXED_MAXIMUM = 2048
 # A split of fewer tiles does not pay for its part of the merge.
 TILES_OF_A_SPLIT = 4
 
@@ -141,8 +142,8 @@ def default_config(architecture: str, dtype, key_size: int, value_size: int) -> 
 
 
 def for_keys(config, keys: int):
-    """A Config of the table, for a call of so many keys."""
-    return config if keys >= MANY_KEYS else dataclasses.replace(config, fixed_maximum=False)
+    """A Config of the table, for query blocks that see up to so many keys."""
+    return config if keys >= KEYS_FOR_A_FIXED_MAXIMUM else dataclasses.replace(config, fixed_maximum=False)
 
 
 def default_splits(architecture: str, workgroups: int, tiles: int) -> int:

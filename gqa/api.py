@@ -66,7 +66,8 @@ def grouped_query_attention(
     Logits, maximum, sum and accumulator are fp32. Cache rows that no query row may see are never used, not
     even where they are NaN; a cache row that some query rows see must be finite. On a GPU a Pallas kernel shares out
     the query rows; where a KV group has few (`gqa.tuning.uses_rows_kernel`), another takes them all at once and shares
-    out the keys, in blocks of 2048 or less, and a third merges. Elsewhere the blocked reference runs.
+    out the keys, in blocks of 2048 or less, and a third merges. A fourth follows the first where a maximum may be
+    fixed (`Config.fixed_maximum`). Elsewhere the blocked reference runs.
     Composes with jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs.
     `past` and `lengths` are operands: new values compile nothing anew.
 
@@ -203,7 +204,6 @@ def _attend(arrays: dict, options: Options, implementation: str | None, config: 
         results = _pallas(arrays, options, config, heads_first, platform)
         return (results["o"], results["lse"]) if options.return_lse else results["o"]
 
-    # The kernels have not been checked on a GPU case by case, so None does not choose them yet.
     obstacle, empty = _obstacle(arrays["q"], arrays["v"]), 0 in (arrays["q"].size, arrays["k"].size)
     return by_implementation(arrays, refer, launch, implementation, obstacle=obstacle, empty=empty)
 

@@ -29,13 +29,13 @@ from jax.experimental import pallas as pl
 
 from flash.grid import (
     Plan,
-    again_of,
-    again_program,
     either,
     greater,
     group_of,
     kv_group_first,
     lesser,
+    lost_program,
+    plan_of_lost,
     result_shapes,
     softmax_buffers,
     tile_size,
@@ -115,8 +115,7 @@ class Problem:
     @property
     def fixed_maximum(self) -> bool:
         """As in `flash.grid.Problem`."""
-        possible = self.dtype == jnp.bfloat16 and self.bias is None and not self.config.one_loop
-        return self.config.fixed_maximum and possible
+        return self.config.fixed_maximum and self.dtype == jnp.bfloat16 and self.bias is None
 
     @property
     def natural_logits(self) -> bool:
@@ -219,19 +218,25 @@ def merge_program(program, p: Problem):
 
 def plan_prefill(p: Problem) -> Plan:
     """One workgroup for each (b, h, tile of rows): reads its rows of q, and keys and values of its KV head."""
-    plan = _plan_of_heads(p, p.batch * p.heads * p.row_tiles, lambda program: prefill_program(program, p)[:2])
-    return (
-        plan if not p.fixed_maximum else with_lost(plan, p.row_tiles, lambda program: prefill_program(program, p)[:2])
-    )
+
+    def head(program):
+        return prefill_program(program, p)[:2]
+
+    plan = Plan((p.batch * p.heads * p.row_tiles,), *_specs_of_heads(p, head), result_shapes(p, p.dtype))
+    return with_lost(plan, head, p.row_tiles) if p.fixed_maximum else plan
 
 
-def plan_again(p: Problem) -> Plan:
-    """One workgroup for each (b, h, some tiles of rows): those of them that are lost are computed again, in place."""
-    return again_of(_plan_of_heads(p, 0, lambda program: again_program(program, p.heads, p.row_tiles)[:2]), p.row_tiles)
+def plan_lost_blocks(p: Problem) -> Plan:
+    """One workgroup for each (b, h, some tiles of rows): computes those of them that are lost, in place."""
+
+    def head(program):
+        return lost_program(program, p.heads, p.row_tiles)[:2]
+
+    return plan_of_lost(*_specs_of_heads(p, head), result_shapes(p, p.dtype), head, p.row_tiles)
 
 
-def _plan_of_heads(p: Problem, programs: int, place: Callable) -> Plan:
-    """Each program reads and writes what is of its batch row and head, `place(program)`."""
+def _specs_of_heads(p: Problem, place: Callable) -> tuple[dict[str, pl.BlockSpec], dict[str, pl.BlockSpec]]:
+    """What a program reads, and what it writes: of its batch row and head, `place(program)`."""
 
     def head(program):
         b, h = place(program)
@@ -253,11 +258,10 @@ def _plan_of_heads(p: Problem, programs: int, place: Callable) -> Plan:
         specs["bias"] = _bias_spec(p.bias, None, logits)
     if "sinks" in p.given:
         specs["sinks"] = pl.BlockSpec((1,), lambda program: place(program)[1:2])
-    results = result_shapes(p, p.dtype)
     out_specs = {"o": pl.BlockSpec((None, p.queries, None, p.value_size), head)}
     if p.returns_lse:
         out_specs["lse"] = pl.BlockSpec((None, p.queries, None), lambda program: head(program)[:3])
-    return Plan((programs,), specs | _position_specs(p, batch_row), out_specs, results)
+    return specs | _position_specs(p, batch_row), out_specs
 
 
 def plan_rows(p: Problem) -> Plan:

@@ -1,4 +1,4 @@
-"""The prefill kernel of grouped-query attention, and what it shares with the rows kernel of `decode`.
+"""The prefill kernel of grouped-query attention, the kernel for lost blocks, and what `decode` shares with them.
 
 The online softmax is flash attention's (`flash.kernel.softmax_step`): with s the logits of a tile of keys,
 
@@ -12,8 +12,9 @@ c is |scale| log2(e), and log2(e) where a softcap or a bias makes s natural (the
 lse = m ln 2 + ln l.
 
 A workgroup walks its tiles of keys in three loops (`grid.key_tiles`): those that the left edge of the window cuts,
-those that all rows see whole, without any mask, and those that the diagonal or the end of the keys cuts. A window is
-known when the kernel is compiled: without one, neither the first loop nor anything that it needs is there.
+those that all rows see whole, without any mask, and those that the diagonal or the end of the keys cuts; under
+`Config.one_loop` in one, with masks. A window is known when the kernel is compiled: without one, neither the first loop
+nor anything that it needs is there. Under `Config.fixed_maximum` loops and lost blocks are as in `flash.kernel.walk`.
 """
 
 import functools
@@ -24,14 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from amdgpu.launch import vary_alike
-from flash.grid import Plan, again_program
+from flash.grid import Plan, lost_program
 from flash.kernel import (
     LARGE_EXPONENT,
     LARGEST_LOGIT,
     LOG2_E,
     Axis,
     Softmax,
-    again,
     call,
     empty_softmax,
     exp2,
@@ -40,6 +40,7 @@ from flash.kernel import (
     load_pairs,
     load_tile,
     logits,
+    lost_blocks,
     power_of_two_from,
     product_precision,
     softmax_step,
@@ -141,11 +142,11 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
         outs["lost"][tile] = lost
 
 
-def again_body(ins, outs, *, p: Problem, scale, target):
+def lost_blocks_body(ins, outs, *, p: Problem, scale, target):
     """Those of some tiles of rows of one head that are lost."""
-    _, _, first = again_program(pl.program_id(0), p.heads, p.row_tiles)
+    _, _, first = lost_program(pl.program_id(0), p.heads, p.row_tiles)
     options = dict(p=p, scale=scale, target=target, fixed_maximum=False)
-    again(ins, first, p.row_tiles, lambda tile: attend_rows(ins, outs, tile, **options))
+    lost_blocks(ins, first, p.row_tiles, lambda tile: attend_rows(ins, outs, tile, **options))
 
 
 def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bool):
@@ -174,7 +175,7 @@ def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bo
         return attend(p, ins, q, keys, features, values, bias, allowed, state, **options)
 
     cuts = grid.key_tiles(p, tile, past, new)
-    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum)
+    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum, target=target)
     sink = ins["sinks"][0] if "sinks" in p.given else None
     is_new = stored.index < new if "lengths" in p.given else None
     o, lse = results_of(state, logit_unit(p, scale), sink, is_new, target)
@@ -205,9 +206,10 @@ def prefill(p: Problem, operands: dict, *, scale: float, target: str | None):
     Returns:
       {"o": `[B, T, H, V]`, and "lse": `[B, T, H]` where `p.returns_lse`}
     """
-    bodies = (functools.partial(body, p=p, scale=scale, target=target) for body in (prefill_body, again_body))
-    operands, (body, repeat), interpret = vary_alike(operands), bodies, target is None
+    options = dict(p=p, scale=scale, target=target)
+    body, lost = functools.partial(prefill_body, **options), functools.partial(lost_blocks_body, **options)
+    operands, interpret = vary_alike(operands), target is None
     results = launch(body, "gqa_prefill", p, grid.plan_prefill(p), operands, interpret)
     if p.fixed_maximum:
-        results = launch(repeat, "gqa_again", p, grid.plan_again(p), operands | results, interpret)
+        results = launch(lost, "gqa_lost_blocks", p, grid.plan_lost_blocks(p), operands | results, interpret)
     return results

@@ -42,6 +42,8 @@ class Config:
         check_ints(self, "block_keys")
         check_bool(self, "fixed_maximum")
         check_bool(self, "one_loop")
+        if self.fixed_maximum and self.one_loop:
+            raise ValueError(f"one_loop must be False beside fixed_maximum, got {self.one_loop!r}")
         if self.block_keys < 1 or self.block_keys % self.block_k:
             raise ValueError(f"block_keys must be a multiple of block_k = {self.block_k}, got {self.block_keys!r}")
 

@@ -1,5 +1,5 @@
 """`Config.fixed_maximum`: most tiles do not move the maximum of their rows, and a block where that was too small is
-computed again. In interpret mode and as AMD machine code; flash attention's kernel and the prefill kernel of gqa.
+lost, and computed by a second kernel. In interpret mode and as AMD machine code; flash attention, and gqa's prefill.
 """
 
 from dataclasses import replace
@@ -107,29 +107,74 @@ def test_nan_that_a_row_sees_is_not_lost(name, place):
     assert np.isnan(np.asarray(o, np.float32)).all()
 
 
-@pytest.mark.parametrize("of", ["flash", "gqa"])
-def test_blocks_that_are_lost_are_found(monkeypatch, of):
-    """Among those that a program of `again` looks after, here two of five: batch row 1, head 2, rows 48 to 63."""
-    monkeypatch.setattr(flash.grid, "AGAIN", 2)
-    arrays = [random(i, (2, 80, heads, 16), dtype="bfloat16")[0] for i, heads in enumerate((4, 2, 2))]
-    q, k, v = arrays[0] / 4, arrays[1].at[:, 40, :, 0].set(1e3), arrays[2]
-    q = q.at[..., 0].set(0.0).at[1, 48:64, 2, 0].set(1.0)
-    function, config = (attention, FLASH) if of == "flash" else (grouped, GQA)
-    with_, without = (
-        function(
-            q, k, v, scale=1.0, config=replace(config, fixed_maximum=fixed), **{"causal": True} if of == "flash" else {}
-        )
-        for fixed in (True, False)
-    )
+CALLS = {"flash": partial(attention, causal=True, config=FLASH), "gqa": partial(grouped, config=GQA)}
+
+
+def one_that_leaps():
+    """q, k, v: the rows from 48 to 63 of batch row 1 and head 2 prefer one key by far."""
+    q, k, v = (random(i, (2, 80, heads, 16), dtype="bfloat16")[0] for i, heads in enumerate((4, 2, 2)))
+    q = (q / 4).at[..., 0].set(0.0).at[1, 48:64, 2, 0].set(1.0)
+    return q, k.at[:, 40, :, 0].set(1e3), v
+
+
+@pytest.fixture
+def fresh_traces():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("fresh_traces")
+@pytest.mark.parametrize("name", CALLS)
+def test_blocks_that_are_lost_are_found(monkeypatch, name):
+    """Among the two of five that a workgroup looks after."""
+    monkeypatch.setattr(flash.grid, "LOST_BLOCKS", 2)
+    q, k, v = one_that_leaps()
+    attend = partial(CALLS[name], scale=1.0)
+    o, lse = (np.asarray(x) for x in attend(q, k, v))
     o64, lse64 = softmax_rows(q, k, v, lambda b, t: range(t + 1), scale=1.0)
-    assert_close(with_[0], o64, accuracy.attention_bound(o64, np.float32(o64).astype(jnp.bfloat16), "bfloat16"))
-    assert_close(with_[1], lse64, fp32_bound(lse64))
-    same = np.asarray(with_[1] == without[1])
+    assert_close(o, o64, accuracy.attention_bound(o64, np.float32(o64).astype(jnp.bfloat16), "bfloat16"))
+    assert_close(lse, lse64, fp32_bound(lse64))
+    without = replace(attend.keywords["config"], fixed_maximum=False)
+    same = o == np.asarray(attend(q, k, v, config=without)[0])
     assert same[1, 48:64, 2].all() and not same[:, 64:].all((1, 2)).any()
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_caller_may_wrap_around_it(name):
+    """vmap, scan and grad, through both kernels."""
+    attend = partial(CALLS[name], scale=1.0)
+    arrays = one_that_leaps()
+    alone = attend(*arrays)
+    _, scanned = jax.lax.scan(lambda _, row: (None, attend(*(x[None] for x in row))), None, arrays)
+    mapped = jax.jit(jax.vmap(lambda *row: attend(*(x[None] for x in row))))(*arrays)
+    for wrapped in (mapped, scanned):
+        assert bits([x[:, 0] for x in wrapped]) == bits(alone)
+
+    def loss(attend):
+        return jax.grad(lambda q: attend(q, *arrays[1:])[0].astype(jnp.float32).sum())(arrays[0])
+
+    assert bits([loss(attend)]) == bits([loss(partial(attend, implementation="reference", config=None))])
+
+
+@pytest.mark.usefixtures("fresh_traces")
+@pytest.mark.parametrize("window", [None, (40, 0), (30, 20)])
+def test_lengths_and_windows(monkeypatch, window):
+    monkeypatch.setattr(api, "default_config", lambda *_: FLASH)
+    monkeypatch.setattr(api, "for_keys", lambda config, keys: config)
+    q, k, v = one_that_leaps()
+    lengths = dict(query_seq_lengths=jnp.array([80, 60]), key_value_seq_lengths=jnp.array([0, 77]))
+    attend = partial(flash.dot_product_attention, scale=1.0, local_window_size=window, return_residual=True, **lengths)
+    (o, lse), (o32, lse32) = (
+        (np.asarray(x, np.float64) for x in attend(*arrays, implementation=implementation))
+        for arrays, implementation in (((q, k, v), "pallas"), ([x.astype(jnp.float32) for x in (q, k, v)], "reference"))
+    )
+    assert_close(o, o32, accuracy.attention_bound(o32, np.float32(o32).astype(jnp.bfloat16), "bfloat16"))
+    assert_close(lse, lse32, 2 * fp32_bound(lse32))
+
+
 def test_a_hidden_key_changes_no_bit():
-    """Only what a row sees decides how it is computed: here a key behind the diagonal that would be too large."""
+    """Only what the rows of a block see decides how they are computed: here a key that none does would be too large."""
     q, k, v = leap(0.0, T=80)
     clean, leaping = (attention(q, x, v, causal=True, config=FLASH) for x in (k, k.at[0, 79].set(1e4)))
     rows = slice(0, 64)
@@ -143,6 +188,7 @@ def test_other_dtypes_are_computed_as_without():
         assert bits(with_) == bits(without)
 
 
+@pytest.mark.usefixtures("fresh_traces")
 @pytest.mark.parametrize(
     "edit",
     [
@@ -150,14 +196,12 @@ def test_other_dtypes_are_computed_as_without():
         ("loop(fixed_from, free_stop, fixed,", "loop(fixed_from + 1, free_stop, fixed,"),
         ("        within = within & (jnp.sum(jnp.abs(x)) < jnp.inf)\n", "        pass\n"),
     ],
-    ids=["not computed again", "a tile left out", "sums of values not looked at"],
+    ids=["not computed", "a tile left out", "sums of values not looked at"],
 )
 def test_planted_faults_are_seen(monkeypatch, edit):
     monkeypatch.setattr(api, "kernel", broken(kernel, edit))
-    jax.clear_caches()
     with pytest.raises(AssertionError):
         assert_right(*leap(1.0, T=17), config=replace(FLASH, num_warps=2))
         q, k, v = leap(38.0, T=17)
         assert_right(q, k, v.at[0, 55, 0, 0].set(1e32), config=replace(FLASH, num_warps=2))
         assert_right(*leap(128.0, T=17), config=replace(FLASH, num_warps=2))
-    jax.clear_caches()

@@ -76,7 +76,7 @@ def test_orders_change_no_bit(dtype, causal):
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_whose_maximum_leaps_equal_float64(causal, K):
-    """Where a maximum was fixed too early, `flash.kernel.again` computes some blocks of some heads."""
+    """Where a maximum was fixed too early, `flash.kernel.lost_blocks` computes some blocks of some heads."""
     case = FlashCase("leaps", "", 2, 3000, 3000, 4, 2, K, K, "bfloat16", causal=causal)
     arguments = inputs(case)
     q, k = arguments["q"].at[:, :, :, 0].set(0.0), arguments["k"].at[:, 1100, :, 0].set(1e4)

@@ -132,13 +132,13 @@ def test_parts_of_common_sizes():
     assert grid.parts(160, 64) == [(0, 64), (64, 64), (128, 32)]
 
 
-@pytest.mark.parametrize("blocks", [1, 63, 64, 65, 200])
-def test_again_looks_after_every_block(blocks):
+@pytest.mark.parametrize("blocks", [1, 15, 16, 17, 200])
+def test_every_block_is_looked_after(blocks):
     heads = 3
     found = []
-    for program in range(2 * heads * -(-blocks // grid.AGAIN)):
-        b, h, first = grid.again_program(program, heads, blocks)
-        found += [(b, h, block) for block in range(first, min(first + grid.AGAIN, blocks))]
+    for program in range(2 * heads * -(-blocks // grid.LOST_BLOCKS)):
+        b, h, first = grid.lost_program(program, heads, blocks)
+        found += [(b, h, block) for block in range(first, min(first + grid.LOST_BLOCKS, blocks))]
     assert found == list(itertools.product(range(2), range(heads), range(blocks)))
 
 
@@ -170,8 +170,8 @@ def test_specs_stay_inside_their_arrays(splits):
     results = {"o": (2, 100, 4, 32), "lse": (2, 100, 4)}
     partials = {name: buffer.shape for name, buffer in grid.partials(p).items()}
     lost = {"lost": (2, 4, p.blocks)}
-    plans = [(grid.plan_forward(p), shapes, results), (grid.plan_again(p), shapes | results | lost, results)]
-    fixed = grid.with_lost(grid.plan_forward(p), p.blocks, lambda program: grid.workgroup(program, p)[:2])
+    plans = [(grid.plan_forward(p), shapes, results), (grid.plan_lost_blocks(p), shapes | results | lost, results)]
+    fixed = grid.with_lost(grid.plan_forward(p), lambda program: grid.workgroup(program, p)[:2], p.blocks)
     plans.append((fixed, shapes, results | lost))
     if splits > 1:
         factors = {name: (1,) for name in ("logit_factor", "value_factor")}
@@ -207,20 +207,38 @@ def test_the_architectures_row_is_used():
             blocks = 4096 // row.config.block_q
             assert call.grid[0] == 16 * blocks
             fixed = row.config.fixed_maximum
-            assert [(c.name, c.grid[0]) for c in again] == ([("flash_again", 16 * -(-blocks // 64))] if fixed else [])
+            assert [(c.name, c.grid[0]) for c in again] == (
+                [("flash_lost_blocks", 16 * -(-blocks // 16))] if fixed else []
+            )
             for c in (call, *again):
                 assert (c.num_warps, c.num_stages) == (row.config.num_warps, row.config.num_stages)
 
 
 def test_few_rows_and_many_keys_are_split():
     whole = kernels(ours, *shapes(T=4096, S=4096))
-    assert [c.name for c in whole] == ["flash_forward_kv_group_first", "flash_again"]
+    assert [c.name for c in whole] == ["flash_forward_kv_group_first", "flash_lost_blocks"]
     forward, merge = kernels(ours, *shapes(T=16, S=8192))
     assert [forward.name, merge.name] == ["flash_split_forward_kv_group_first", "flash_merge"]
     # 304 compute units, 16 heads of one query block
     assert (forward.grid[0], merge.grid[0]) == (16 * 19, 16)
+    # A split maximum is not fixed.
+    fixed = Config(64, 64, 4, splits=3, fixed_maximum=True)
+    assert [c.name for c in kernels(partial(ours, config=fixed), *shapes())] == [forward.name, merge.name]
     # No kernel is launched for an empty split.
     assert [c.name for c in kernels(ours, *shapes(T=16, S=128))] == ["flash_forward_kv_group_first"]
+
+
+@pytest.mark.parametrize(("S", "window", "fixed"), [(2047, None, 0), (2048, None, 1), (4096, 1000, 0), (4096, 1960, 1)])
+def test_a_maximum_is_fixed_where_a_block_sees_many_keys(S, window, fixed):
+    """Of 128 rows."""
+    attend = partial(
+        flash.dot_product_attention,
+        is_causal=True,
+        local_window_size=window and (window, 0),
+        implementation="pallas",
+    )
+    names = [c.name for c in kernels(attend, *shapes(T=4096, S=S))]
+    assert names == ["flash_forward_kv_group_first", "flash_lost_blocks"][: 1 + fixed]
 
 
 def test_default_splits():

@@ -262,7 +262,11 @@ def test_lengths_are_values_not_shapes():
         assert all((np.asarray(o[b]) == 0).all() == (n <= 0) for b, n in enumerate(lengths))
 
 
-def test_shard_map_over_batch_and_heads():
+FIXED = Config(16, 16, 1, splits=1, fixed_maximum=True)
+
+
+@pytest.mark.parametrize(("dtype", "config"), [("float32", None), ("bfloat16", FIXED)])
+def test_shard_map_over_batch_and_heads(dtype, config):
     """Lowered for ROCm with jax's check of what varies over which axis; a bias may be the same on all devices."""
     device = AbstractDevice(device_kind="gfx942", num_cores=None, platform="rocm")
     mesh = AbstractMesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2, abstract_device=device)
@@ -270,19 +274,23 @@ def test_shard_map_over_batch_and_heads():
     bias_spec = PartitionSpec(None, "h")
 
     def shape(*sizes, spec):
-        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
 
     with use_abstract_mesh(mesh):
         sharded = jax.jit(
             jax.shard_map(
-                lambda q, k, v, bias: ours(q, k, v, bias=bias, causal=True, return_lse=True),
+                lambda q, k, v, bias: (
+                    ours(q, k, v, bias=bias, causal=True, return_lse=True),
+                    ours(q, k, v, causal=True, config=config, return_lse=True),
+                ),
                 mesh=mesh,
                 in_specs=(spec, spec, spec, bias_spec),
-                out_specs=(spec, spec),
+                out_specs=((spec, spec), (spec, spec)),
             )
         )
         avals = shape(4, 40, 8, 16, spec=spec), shape(4, 50, 4, 16, spec=spec), shape(4, 50, 4, 16, spec=spec)
         lowered = sharded.trace(*avals, shape(1, 8, 1, 50, spec=bias_spec)).lower(lowering_platforms=("rocm",))
     text = lowered.as_text()
     assert "flash_forward_kv_group_first" in text
+    assert ("flash_lost_blocks" in text) == (config is not None)
     assert "all_reduce" not in text and "all_gather" not in text

@@ -1,6 +1,7 @@
 """Which kernel a call runs, on both sides of every threshold; and that the result is right there."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,11 +17,12 @@ from references.cases import GqaCase, inputs
 ours = partial(gqa.grouped_query_attention, implementation="pallas")
 
 
-def kernels(arguments, config=None):
+def kernels(arguments, config=None, implementation="pallas"):
     """Names of the kernels that a call launches."""
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in arguments.items() if name not in arrays}
-    jaxpr = jax.make_jaxpr(lambda arrays: ours(**arrays, **static, config=config))(arrays)
+    attend = partial(gqa.grouped_query_attention, implementation=implementation, config=config)
+    jaxpr = jax.make_jaxpr(lambda arrays: attend(**arrays, **static))(arrays)
     # jax numbers names that stand there several times: one for each platform.
     return set(re.findall(r"\bgqa_(?:prefill|rows)[a-z_]*", str(jaxpr)))
 
@@ -45,6 +47,14 @@ FEW, SOME, MANY = tuning.FEW_ROWS, tuning.SOME_ROWS, tuning.MANY_KEYS
 @pytest.mark.parametrize("S", [1, 2047, 2048, 2049, 2560, 3000, 4096, 5000, 20000])
 def test_keys_of_a_step(S):
     check(case(1, S, 4, 2), ONE_BLOCK if S <= 2048 else BLOCKS)
+
+
+@pytest.mark.parametrize(("K", "names"), [(16, (PREFILL, ONE_BLOCK)), (320, (set(), set()))])
+def test_the_default(K, names):
+    """Kernels, but for heads that they do not take."""
+    for T, expected in zip((100, 1), names, strict=True):
+        assert kernels(inputs(replace(case(T, 200), K=K, V=K)), implementation=None) == expected
+        assert kernels(inputs(replace(case(T, 200), K=K, V=K)), implementation="reference") == set()
 
 
 @pytest.mark.parametrize("S", [2049, 20000])

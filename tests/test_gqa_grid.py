@@ -204,9 +204,9 @@ def test_specs_stay_inside_their_arrays(packed, bias, heads_first):
         plans = [(grid.plan_rows(p), shapes, partials), (grid.plan_merge(p), merged, results)]
     else:
         lost = {"lost": (p.batch, p.heads, p.row_tiles)}
-        fixed = with_lost(grid.plan_prefill(p), p.row_tiles, lambda program: grid.prefill_program(program, p)[:2])
+        fixed = with_lost(grid.plan_prefill(p), lambda program: grid.prefill_program(program, p)[:2], p.row_tiles)
         plans = [(grid.plan_prefill(p), shapes, results), (fixed, shapes, results | lost)]
-        plans.append((grid.plan_again(p), shapes | results | lost, results))
+        plans.append((grid.plan_lost_blocks(p), shapes | results | lost, results))
     for plan, ins, outs in plans:
         for specs, arrays in ((plan.in_specs, ins), (plan.out_specs, outs)):
             assert specs.keys() == arrays.keys()
@@ -247,7 +247,7 @@ def test_the_architectures_row_is_used(dtype):
     for row in ROWS:
         if row.architecture.startswith("gfx") and row.itemsize == itemsize:
             T, window = (1 if row.kernel == "rows" else 512), (100 if row.kernel == "prefill_window" else None)
-            call, *merge = kernels(
+            call, *others = kernels(
                 partial(ours, window=window),
                 *shapes(T, K=row.head_size, V=row.head_size, dtype=dtype),
                 arch=row.architecture,
@@ -256,10 +256,10 @@ def test_the_architectures_row_is_used(dtype):
                 # 8 KV heads, 16 heads
                 blocks = 8192 // default_block_keys(row.architecture, 8, 8192)
                 assert (call.name, call.grid[0]) == ("gqa_rows_split", 8 * blocks)
-                assert [(c.name, c.grid[0]) for c in merge] == [("gqa_rows_merge", 16)]
+                assert [(c.name, c.grid[0]) for c in others] == [("gqa_rows_merge", 16)]
             else:
                 fixed = row.config.fixed_maximum and dtype == "bfloat16"
-                assert [c.name for c in merge] == (["gqa_again"] if fixed else [])
+                assert [c.name for c in others] == (["gqa_lost_blocks"] if fixed else [])
                 assert call.name == f"gqa_{row.kernel}"
                 assert call.grid[0] == 16 * 512 // row.config.block_q
             assert (call.num_warps, call.num_stages) == (row.config.num_warps, row.config.num_stages)

@@ -4,6 +4,7 @@ tiles of rows, tiles of keys and blocks of keys.
 Which of the two a shape gets by itself is in `test_gqa_dispatch`.
 """
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import gqa
 from gqa import Config, decode, grid, kernel
+from gqa.grid import Problem
 from gqa.tuning import uses_rows_kernel
 from references import accuracy
 from references import gqa as reference
@@ -208,20 +210,22 @@ def test_huge_logits(packed, dtype):
 # Transformations
 
 
-@pytest.mark.parametrize("T, name", [(40, "gqa_prefill"), (1, "gqa_rows")])
-def test_shard_map_over_batch_and_heads(T, name):
+@pytest.mark.parametrize(("T", "name", "q_dtype"), [(40, "gqa_lost_blocks", "bfloat16"), (1, "gqa_rows", "float32")])
+def test_shard_map_over_batch_and_heads(T, name, q_dtype):
     """Lowered for ROCm with jax's check of what varies over which axis."""
     device = AbstractDevice(device_kind="gfx942", num_cores=None, platform="rocm")
     mesh = AbstractMesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2, abstract_device=device)
     spec = PartitionSpec("b", None, "h")
 
-    def shape(*sizes, spec, dtype=jnp.float32):
+    config = Config(16, 16, 1, fixed_maximum=True)
+
+    def shape(*sizes, spec, dtype=q_dtype):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
 
     with use_abstract_mesh(mesh):
         sharded = jax.jit(
             jax.shard_map(
-                lambda q, k, v, past, sinks: ours(q, k, v, past=past, sinks=sinks, return_lse=True),
+                lambda q, k, v, past, sinks: ours(q, k, v, past=past, sinks=sinks, return_lse=True, config=config),
                 mesh=mesh,
                 in_specs=(spec, spec, spec, PartitionSpec(), PartitionSpec("h")),
                 out_specs=(spec, spec),
@@ -232,6 +236,33 @@ def test_shard_map_over_batch_and_heads(T, name):
         text = sharded.trace(*avals, past, sinks).lower(lowering_platforms=("rocm",)).as_text()
     assert name in text
     assert "all_reduce" not in text and "all_gather" not in text
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [1, 20, 60, 1000])
+def test_one_loop_equals_float64(window, name):
+    case = GqaCase("loop", "", 2, 40, 150, 4, 2, 32, 32, name, past=(100, 7), lengths=(40, 33), sinks="uniform")
+    arguments = inputs(replace(case, window=window))
+    o64, lse64 = gqa_rows(**arguments)
+    o, lse = (np.asarray(x) for x in ours(**arguments, config=Config(16, 16, 1, one_loop=True), return_lse=True))
+    assert_close(o, o64, accuracy.attention_bound(o64, reference.dense(**arguments), name))
+    assert_close(lse, lse64, fp32_bound(lse64))
+
+
+def test_one_loop_walks_the_same_tiles():
+    p = Problem(1, 40, 150, 4, 2, 32, 32, jnp.dtype("float32"), Config(16, 16, 1), window=60)
+    one = replace(p, config=Config(16, 16, 1, one_loop=True))
+    for tile, past in itertools.product(range(p.row_tiles), range(0, 111, 10)):
+        start, *_, stop = grid.key_tiles(p, tile, past, 40)
+        assert [int(x) for x in grid.key_tiles(one, tile, past, 40)] == [start, stop, stop, stop]
+
+
+def test_one_loop_or_a_fixed_maximum():
+    with pytest.raises(ValueError, match="one_loop must be False beside fixed_maximum, got True"):
+        Config(16, 16, one_loop=True, fixed_maximum=True)
+    for name in ("one_loop", "fixed_maximum"):
+        with pytest.raises(ValueError, match=f"{name} must be a bool, got 1"):
+            Config(16, 16, **{name: 1})
 
 
 def test_what_a_caller_may_wrap_around_it():
