@@ -18,6 +18,8 @@ def by_implementation(
 ):
     """`launch(arrays, platform=...)` or `refer(arrays)`, as `implementation` says.
 
+    Kernels take shapes that are known: of an array with a symbolic one (`jax.export`) that is the obstacle.
+
     None: kernels on ROCm and CUDA, the reference elsewhere. "pallas": kernels, in interpret mode on a CPU, where the
     platform is None; NotImplementedError where there is an `obstacle`, what they would need to be otherwise.
     "reference": that. An obstacle, unless kernels were asked for, and an empty call lead to the reference too.
@@ -25,6 +27,8 @@ def by_implementation(
     Derivatives are those of the reference, computed again from the inputs: nothing else of the forward pass is kept.
     """
     refer = jax.checkpoint(refer)
+    if not all(isinstance(n, int) for x in jax.tree.leaves(arrays) for n in x.shape):
+        obstacle = obstacle or "shapes that are known, got a symbolic one"
     if implementation == "pallas" and obstacle:
         raise NotImplementedError(f"the Pallas kernels take {obstacle}")
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.

@@ -103,14 +103,18 @@ def attend(
     return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
 
+def exponent_of_sink(sink, c: float):
+    """`sink` `[rows]` -> the two factors of its exponent, as `exponent_of`. It stays finite, and NaN stays NaN."""
+    # A minimum alone would drop NaN on AMD.
+    sink = jnp.where(sink != sink, sink, jnp.minimum(sink, largest_sink(c)))
+    unit = float(LOG2_E * (power_of_two_from(c) / c))
+    return sink, jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, unit)
+
+
 def with_sink(state: Softmax, sink, c: float, target) -> Softmax:
     """One more logit a row, in natural units, without a value; its weight is one fused multiply-add, as the keys'."""
     m, l, o = state
-    # As `exponent_of`. The exponent stays finite, and NaN stays NaN, which a minimum would drop on AMD.
-    unit = float(LOG2_E * (power_of_two_from(c) / c))
-    sink = jnp.where(sink != sink, sink, jnp.minimum(sink, largest_sink(c)))
-    sink = jnp.broadcast_to(sink, m.shape)
-    unit = jnp.where(jnp.abs(sink * LOG2_E) < LARGE_EXPONENT, LOG2_E, unit)
+    sink, unit = exponent_of_sink(jnp.broadcast_to(sink, m.shape), c)
     m_new = jnp.maximum(m, sink * unit)
     a = exp2(m - m_new, target)
     return Softmax(m_new, a * l + exp2(sink * unit - m_new, target), [a[:, None] * x for x in o])
@@ -175,10 +179,16 @@ def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bo
         return attend(p, ins, q, keys, features, values, bias, allowed, state, **options)
 
     cuts = grid.key_tiles(p, tile, past, new)
-    state, lost = walk(step, cuts, empty_softmax(p.block_q, values), fixed_maximum=fixed_maximum, target=target)
-    sink = ins["sinks"][0] if "sinks" in p.given else None
+    c, sink, empty = logit_unit(p, scale), None, empty_softmax(p.block_q, values)
+    if "sinks" in p.given:
+        sink = ins["sinks"][0].astype(jnp.float32)
+        if fixed_maximum:
+            # The sink may stand above the fixed maximum by more than the weights can be scaled down in the end.
+            factor, unit = exponent_of_sink(jnp.broadcast_to(sink, empty.m.shape), c)
+            empty = empty._replace(m=jnp.maximum(empty.m, factor * unit))
+    state, lost = walk(step, cuts, empty, fixed_maximum=fixed_maximum, target=target)
     is_new = stored.index < new if "lengths" in p.given else None
-    o, lse = results_of(state, logit_unit(p, scale), sink, is_new, target)
+    o, lse = results_of(state, c, sink, is_new, target)
     for part, x in zip(values, o, strict=True):
         store_tile(outs["o"], stored, part, x.astype(p.dtype))
     if p.returns_lse:

@@ -98,8 +98,8 @@ ROWS = (
     Row("gfx1151", "rows", 2, 128, Config(64, 32, 4, 1), "static: 4096 B of LDS at 64, 8192 at 128, nothing spilled"),
     Row("gfx1151", "rows", 2, 160, Config(16, 32, 4, 1), "static: 8192 B of LDS, nothing spilled; 32 rows spill"),
     Row("gfx1151", "rows", 2, 256, Config(16, 16, 4, 1), "static: 8192 B of LDS, nothing spilled"),
-    Row("sm_90", "prefill", 2, 64, fixed(128, 64, 8, 3), "H200, T16384 64/8/64: 4.65 ms; 4 warps 4.94, not fixed 5.7"),
-    Row("sm_90", "prefill", 2, 128, fixed(128, 64, 8, 3), "not measured yet"),
+    Row("sm_90", "prefill", 2, 64, fixed(128, 64, 8, 3), "H200, T16384 64/8/64: 4.90 ms; before 5.6 to 5.7"),
+    Row("sm_90", "prefill", 2, 128, fixed(256, 64, 8, 3), "H200, T8192 32/8/128: 1.10 ms; 128x64 1.16, not fixed 1.27"),
     Row("sm_90", "prefill", 2, 256, Config(128, 64, 8, 2), "two stages of 64 keys fill the shared memory"),
     Row(
         "sm_90",
@@ -107,12 +107,19 @@ ROWS = (
         2,
         64,
         Config(64, 64, 4, 3, one_loop=True),
-        "H200, window 128: 0.235 ms; three loops 0.29, with two stages 0.25; 128x64 0.31",
+        "H200, T16384 64/8/64, window 128: 0.226 ms; three loops 0.29, with two stages 0.25; 128x64 0.31",
     ),
-    Row("sm_90", "prefill_window", 2, 128, Config(128, 64, 8, 2), "not measured yet"),
-    Row("sm_90", "prefill_window", 2, 256, Config(128, 64, 8, 2), "not measured yet"),
+    Row(
+        "sm_90",
+        "prefill_window",
+        2,
+        128,
+        Config(64, 32, 4, 3, one_loop=True),
+        "H200, T8192 32/8/128, window 128: 0.112 ms; 64 keys 0.114, three loops 0.13, 128x64 0.19",
+    ),
+    Row("sm_90", "prefill_window", 2, 256, Config(128, 64, 8, 2), "as without a window"),
     Row("sm_90", "rows", 2, 128, Config(64, 64, 4, 3), "H200: 71 us for 131072 keys of 8 heads of 64, as all tiles"),
-    Row("sm_90", "rows", 2, 256, Config(64, 32, 4, 3), "not measured yet"),
+    Row("sm_90", "rows", 2, 256, Config(64, 32, 4, 3), "three stages of 32 keys fill the shared memory"),
     *(
         Row(architecture, kernel, 4, size, config, reason)
         for architecture in ("gfx942", "gfx950")

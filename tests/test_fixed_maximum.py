@@ -173,6 +173,20 @@ def test_lengths_and_windows(monkeypatch, window):
     assert_close(lse, lse32, 2 * fp32_bound(lse32))
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_sink_above_the_fixed_maximum(place):
+    """By more binary units than a weight can be scaled down; the value makes up for it."""
+    q, k, v = leap(39.5)
+    v = v.at[0, 55].set(2.0**69)
+    sinks = np.float32([87.75])
+    o64, lse64 = softmax_rows(q, k, v, lambda b, t: range(80), scale=1.0, sinks=sinks)
+    with at(place):
+        o, lse = (np.asarray(x) for x in grouped(q, k, v, scale=1.0, sinks=sinks, causal=False, config=GQA))
+    assert (o64 > 0.6).all()
+    assert_close(o, o64, accuracy.attention_bound(o64, np.float32(o64).astype(jnp.bfloat16), "bfloat16"))
+    assert_close(lse, lse64, fp32_bound(lse64))
+
+
 def test_a_hidden_key_changes_no_bit():
     """Only what the rows of a block see decides how they are computed: here a key that none does would be too large."""
     q, k, v = leap(0.0, T=80)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import flash
 import gated_delta
@@ -88,3 +89,22 @@ def test_kernels_choose_their_precision(dtype, precision):
             found = jax.tree.leaves(call(implementation="pallas"))
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+SHAPES = {
+    flash.flash_attention: ((70, 4, 16), (70, 2, 16), (70, 2, 16)),
+    flash.dot_product_attention: ((70, 4, 16), (70, 2, 16), (70, 2, 16)),
+    gqa.grouped_query_attention: ((70, 4, 16), (70, 2, 16), (70, 2, 16)),
+    gated_delta.chunk_gated_delta_rule: ((70, 2, 16), (70, 2, 16), (70, 4, 16), (70, 4), (70, 4)),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm"])
+@pytest.mark.parametrize("function", SHAPES, ids=lambda f: f.__name__)
+def test_symbolic_shapes_are_exported_on_the_reference(function, platform):
+    (B,) = export.symbolic_shape("B")
+    avals = [jax.ShapeDtypeStruct((B, *shape), jnp.float32) for shape in SHAPES[function]]
+    exported = export.export(jax.jit(function), platforms=[platform])(*avals)
+    assert "triton" not in exported.mlir_module()
+    with pytest.raises(NotImplementedError, match="shapes that are known, got a symbolic one"):
+        export.export(jax.jit(partial(function, implementation="pallas")), platforms=[platform])(*avals)
