@@ -332,8 +332,8 @@ def forward_body(ins, outs, *, p: Problem, scale, target):
 def lost_blocks_body(ins, outs, *, p: Problem, scale, target):
     """Those of some query blocks of one head that are lost."""
     _, _, first = grid.lost_program(pl.program_id(0), p.heads, p.blocks)
-    options = dict(p=p, scale=scale, target=target, fixed_maximum=False)
-    lost_blocks(ins, first, p.blocks, lambda block: attend_rows(ins, outs, block, 0, **options))
+    compute = functools.partial(attend_rows, ins, outs, split=0, p=p, scale=scale, target=target, fixed_maximum=False)
+    lost_blocks(ins, first, p.blocks, compute)
 
 
 def attend_rows(ins, outs, block, split, *, p: Problem, scale, target, fixed_maximum: bool):

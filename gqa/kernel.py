@@ -149,8 +149,8 @@ def prefill_body(ins, outs, *, p: Problem, scale, target):
 def lost_blocks_body(ins, outs, *, p: Problem, scale, target):
     """Those of some tiles of rows of one head that are lost."""
     _, _, first = lost_program(pl.program_id(0), p.heads, p.row_tiles)
-    options = dict(p=p, scale=scale, target=target, fixed_maximum=False)
-    lost_blocks(ins, first, p.row_tiles, lambda tile: attend_rows(ins, outs, tile, **options))
+    compute = functools.partial(attend_rows, ins, outs, p=p, scale=scale, target=target, fixed_maximum=False)
+    lost_blocks(ins, first, p.row_tiles, compute)
 
 
 def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bool):
