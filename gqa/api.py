@@ -122,8 +122,8 @@ def append_kv(
     """Writes the keys and values of new tokens behind those that a cache holds.
 
     Token `t < lengths[b]` goes to row `past[b] + t`. Padding tokens, and tokens that do not fit, are dropped;
-    nothing is ever written out of range. Called in a jitted function that donates the caches, it updates them
-    in place.
+    nothing is ever written out of range. A cache is no ring: whoever decodes has to stop at S tokens, also with a
+    window. Called in a jitted function that donates the caches, it updates them in place.
 
     Args:
       cache_k: `[B, S, G, K]`, any float dtype.
