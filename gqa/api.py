@@ -30,7 +30,7 @@ from flash.arguments import (
 )
 from flash.tuning import for_keys
 from gqa import decode, grid, kernel
-from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, uses_rows_kernel
+from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, for_window, uses_rows_kernel
 from references import gqa as reference
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -239,6 +239,7 @@ def _pallas(
     which = "rows" if packed else "prefill" if options.window is None else "prefill_window"
     if config is None:
         config = for_keys(default_config(architecture, dtype.itemsize, K, V, which), reach)
+        config = for_window(config, options.window)
         workgroups = B * G * -(-T * (H // G) // config.block_q)
         config = dataclasses.replace(config, block_keys=default_block_keys(architecture, workgroups, reach))
     problem = grid.Problem(

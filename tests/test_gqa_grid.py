@@ -265,6 +265,12 @@ def test_the_architectures_row_is_used(dtype):
             assert (call.num_warps, call.num_stages) == (row.config.num_warps, row.config.num_stages)
 
 
+@pytest.mark.parametrize(("window", "one_loop"), [(1, True), (128, True), (256, True), (257, False), (4096, False)])
+def test_only_a_window_of_few_tiles_is_walked_in_one_loop(window, one_loop):
+    row = default_config("sm_90", 2, 64, 64, "prefill_window")
+    assert row.one_loop and tuning.for_window(row, window) == replace(row, one_loop=one_loop)
+
+
 def operations(text):
     return [
         name
