@@ -10,7 +10,8 @@ from jax import Array
 
 from amdgpu.arch import current_arch
 from amdgpu.launch import by_implementation
-from gated_delta import decode, grid, kernel
+from gated_delta import decode, grid
+from gated_delta.prefill import prefill
 from gated_delta.tuning import Config, default_config
 from references import gated_delta as reference
 
@@ -306,7 +307,7 @@ def _pallas(arrays: dict, options: _Options, phase: str, platform: str | None):
             return decode.decode(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
         if offsets is not None:
             operands["table"] = grid.chunk_table(offsets, T, config.chunk_size)
-        return kernel.prefill(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
+        return prefill(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
 
 
 def _architecture(platform: str | None) -> str | None:

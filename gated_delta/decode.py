@@ -20,7 +20,8 @@ from jax.experimental.pallas import triton as plgpu
 from amdgpu.launch import vary_alike
 from gated_delta import grid
 from gated_delta.grid import Problem
-from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON, call
+from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON
+from gated_delta.prefill import call
 from gated_delta.tiles import columns, load, tile_mask
 
 

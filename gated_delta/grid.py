@@ -16,11 +16,16 @@ window:
     outputs   one program for each (chunk, batch, head)      parallel over everything: the states are known now
                                                              (or part of the scan: `Config.outputs_in_scan`)
 
+Under `Config.overlap` the scan of a window, which leaves most of a large chip idle, shares its launches with the
+locals of the next window (`beside`, `scan_parts`).
+
 All index functions are pure integer arithmetic (+ - * // %) and serve Python ints and traced program ids alike.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,12 +119,18 @@ class Problem:
         return num_chunks(self.seq_len, self.config.chunk_size, self.sequences)
 
     @property
-    def window_chunks(self) -> int:
-        return min(self.config.window_chunks, self.chunks)
+    def windows(self) -> int:
+        return -(-self.chunks // self.config.window_chunks)
 
     @property
-    def windows(self) -> int:
-        return -(-self.chunks // self.window_chunks)
+    def window_chunks(self) -> int:
+        """Of all windows alike: as many as they need, not the Config's number and a last window that is half empty."""
+        return -(-self.chunks // self.windows)
+
+    @property
+    def overlaps(self) -> bool:
+        """With two windows there is more to launch and too little to hide."""
+        return self.config.overlap and self.windows > 2
 
     @property
     def carry_rows(self) -> int:
@@ -177,13 +188,13 @@ def tile_size(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `pl.pallas_call` is told about one pass; operands and results go by name."""
+    """What `pl.pallas_call` is told about one pass, or about several (`beside`); operands and results go by name."""
 
     grid: tuple[int, ...]
     num_warps: int
-    in_specs: dict[str, pl.BlockSpec]
-    out_specs: dict[str, pl.BlockSpec]
-    out_shape: dict[str, jax.ShapeDtypeStruct]
+    in_specs: dict[Any, pl.BlockSpec]
+    out_specs: dict[Any, pl.BlockSpec]
+    out_shape: dict[Any, jax.ShapeDtypeStruct]
 
 
 def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
@@ -295,6 +306,36 @@ def plan_scan(p: Problem) -> Plan:
     return plan
 
 
+def scan_parts(p: Problem) -> list[tuple[int, int]]:
+    """Under `overlap`: (first, end) chunk in the window for each launch of the scan.
+
+    One is beside each kernel of the locals, and they share the window as those share the time on an H200.
+    """
+    return list(itertools.pairwise(p.window_chunks * n // 18 for n in (0, 8, 13, 18)))
+
+
+def starts(plans: list[Plan]) -> list[int]:
+    """The first program of each plan in a launch that runs the programs of one after those of another."""
+    return [sum(plan.grid[0] for plan in plans[:n]) for n in range(len(plans))]
+
+
+def beside(plans: list[Plan]) -> Plan:
+    """One launch of several passes. What a plan calls `name` is (its place in `plans`, name) here."""
+
+    def merged(field):
+        return {(n, name): x for n, plan in enumerate(plans) for name, x in getattr(plan, field).items()}
+
+    def placed(n, spec):
+        # The programs of the others name a block too: the nearest one.
+        start, size = starts(plans)[n], plans[n].grid[0]
+        return pl.BlockSpec(spec.block_shape, lambda program: spec.index_map(jnp.clip(program - start, 0, size - 1)))
+
+    specs = {field: merged(field) for field in ("in_specs", "out_specs")}
+    if len(plans) > 1:
+        specs = {field: {key: placed(key[0], spec) for key, spec in x.items()} for field, x in specs.items()}
+    return Plan((sum(plan.grid[0] for plan in plans),), plans[0].num_warps, out_shape=merged("out_shape"), **specs)
+
+
 def plan_outputs(p: Problem) -> Plan:
     """Pass (c): reads q, the chunk's first state and its updates; writes this window's rows of o."""
     tokens = _token_specs(p, lambda program: chunk_program(program, p.batch, p.heads)[1:])
@@ -365,11 +406,14 @@ def carry_shape(p: Problem) -> jax.ShapeDtypeStruct:
 def scratch_bytes(p: Problem) -> int:
     """What a prefill allocates besides its results: one window's buffers, the table, and a carry where windows > 1.
 
-    What only the kernels of the locals use is free again when the scan stores for the outputs.
+    What only the kernels of the locals use is free again when the scan stores for the outputs. Under `overlap` the
+    scan reads one window's buffers while those of the next are written.
     """
     window = scratch(p)
     inside, later = ([window.pop(name) for name in names] for names in (INSIDE_LOCALS, scan_to_outputs(p)))
     buffers = [*window.values(), *max(inside, later, key=_bytes)]
+    if p.overlaps:
+        buffers += window.values()
     if p.sequences is not None:
         buffers.append(jax.ShapeDtypeStruct((p.chunks, TABLE_COLUMNS), jnp.int32))
     if p.carry_rows and not p.keeps_states:
@@ -404,8 +448,8 @@ def _pick(table: dict, names) -> dict:
 
 
 def _position_specs(p: Problem) -> dict[str, pl.BlockSpec]:
-    """The window's number and, for packed sequences, the table of chunks."""
-    specs = {"window": pl.BlockSpec((1,), lambda program: (0,))}
+    """The number of the window, or of three, and for packed sequences the table of chunks."""
+    specs = {"window": pl.BlockSpec((3 if p.overlaps else 1,), lambda program: (0,))}
     if p.sequences is not None:
         specs["table"] = pl.BlockSpec((p.chunks, TABLE_COLUMNS), lambda program: (0, 0))
     return specs

@@ -10,7 +10,6 @@ as a tile. In one kernel both would pass through exchanges between lanes, fiftee
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
@@ -28,9 +27,9 @@ def product(x, y, p: Problem, architecture):
     return dot(x, y) + (dot(x, y_rest) + dot(x_rest, y))
 
 
-def blocks_body(ins, outs, *, p: Problem):
+def blocks_body(program, window, ins, outs, *, p: Problem):
     """X of (I + M_block) X = I for the diagonal blocks of several chunks: lane j has column j of its chunk."""
-    chunk, column = grid.block_columns(pl.program_id(0), lax.iota(jnp.int32, grid.BLOCK_LANES), p)
+    chunk, column = grid.block_columns(program, lax.iota(jnp.int32, grid.BLOCK_LANES), p)
     first = column // BLOCK * BLOCK
     x = []
     for i in range(BLOCK):
@@ -42,7 +41,7 @@ def blocks_body(ins, outs, *, p: Problem):
         plgpu.store(outs["blocks"].at[*chunk, first + i, column % BLOCK], x[i])
 
 
-def solve_body(ins, outs, *, p: Problem, architecture):
+def solve_body(program, window, ins, outs, *, p: Problem, architecture):
     """One chunk of one head: from the inverses of the diagonal blocks to that of the whole, times diag(beta)."""
     c = p.config.chunk_size
     row, col = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))

@@ -1,4 +1,4 @@
-"""The three passes of the gated delta rule prefill, one window of chunks at a time.
+"""The three passes of the gated delta rule prefill, as the bodies of its kernels (`gated_delta.prefill` runs them).
 
 With D_t the sum of g from the chunk's first token to t, E_ts = exp(D_t - D_s) for s <= t (else 0), and S the state
 at the chunk's start, a chunk is (references.gated_delta derives it)
@@ -27,16 +27,12 @@ Precision. Sums, gates, the inverse and the carried state are fp32. A product's 
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from amdgpu.launch import vary_alike
 from gated_delta import grid
 from gated_delta.grid import Problem
-from gated_delta.inverse import blocks_body, solve_body
 from gated_delta.tiles import (
     columns,
     dot,
@@ -80,11 +76,11 @@ def norm_factor(x):
     return lax.rsqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1) + NORM_EPSILON)
 
 
-def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
+def locals_body(program, window, ins, outs, *, p: Problem, l2norm, architecture):
     """Pass (a), one chunk of one head: all that does not depend on the state, but for the inverse."""
     c = p.config.chunk_size
-    in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
-    rows, existing = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
+    in_window, _, _ = grid.chunk_program(program, p.batch, p.heads)
+    rows, existing = token_rows(p, ins, window * p.window_chunks + in_window)
     live = existing.mask
     assert live is not None
     features = columns(0, p.key_size, p.key_tile)
@@ -130,7 +126,7 @@ def locals_body(ins, outs, *, p: Problem, l2norm, architecture):
     outs["strength"][...] = beta
 
 
-def scan_body(ins, outs, *, p: Problem, scale, architecture):
+def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, part=None):
     """Pass (b), one head and one slice of V: carries the state over the chunks of a window.
 
     Stores each chunk's first state and its updates for pass (c), or under `outputs_in_scan` does that pass's work.
@@ -141,12 +137,14 @@ def scan_body(ins, outs, *, p: Problem, scale, architecture):
 
     `ins["initial_state"]` (optional) has each sequence's initial state. `outs["carry"]` (optional, in place) takes the
     state from window to window; where final states are asked for it is their buffer, a row for each sequence.
+    `part` (static, optional) is the part of the window that this launch walks, as (first, end).
     """
-    b, _, part = grid.scan_program(pl.program_id(0), p.heads, p.config.dv_splits)
-    first = ins["window"][0] * p.window_chunks
-    last = jnp.minimum(first + p.window_chunks, p.chunks) - 1
+    b, _, slice_of_values = grid.scan_program(program, p.heads, p.config.dv_splits)
+    begin, end = part or (0, p.window_chunks)
+    window_start = window * p.window_chunks
+    first, last = window_start + begin, jnp.minimum(window_start + end, p.chunks) - 1
     features = columns(0, p.key_size, p.key_tile)
-    values = columns(part * p.slice_size, p.slice_size, p.slice_tile)
+    values = columns(slice_of_values * p.slice_size, p.slice_size, p.slice_tile)
     square = columns(0, p.config.chunk_size, p.config.chunk_size)
     precision = product_precision(p, architecture)
 
@@ -187,9 +185,18 @@ def scan_body(ins, outs, *, p: Problem, scale, architecture):
             mask = tile_mask(values, features, stores)
             plgpu.store(state_at(outs["carry"], sequence if p.keeps_states else b), state, mask=mask)
 
+    def factors(i):
+        """What a chunk's state and its queries' products are multiplied with."""
+        return ins["decay"][i], load_tokens(ins["query_in"], (i,), square) if p.config.outputs_in_scan else None
+
+    def ahead(i):
+        """The factors of a chunk before it is its turn: no product takes them, so the compiler's pipeline leaves their
+        loads where they stand, and the scan with outputs waits for them a third of its time."""
+        return factors(jnp.minimum(i, p.window_chunks - 1)) if p.config.outputs_in_scan else None
+
     def step(i, carried):
-        state, unit = carried
-        chunk = first + i
+        state, unit, fetched = carried
+        chunk = window_start + i
         rows, existing = token_rows(p, ins, chunk)
         if p.sequences is not None:
             state, unit = enter(chunk, unit[:, None] * state), jnp.ones_like(unit)
@@ -198,7 +205,8 @@ def scan_body(ins, outs, *, p: Problem, scale, architecture):
         solve = [load_tile(ins["solve"], (i, jnp.int32(term)), square, square).T for term in range(p.terms)]
         key_in, key_out = (load_tokens(ins[name], (i,), square)[None, :] for name in ("key_in", "key_out"))
 
-        decay, rescale = ins["decay"][i], 1.0
+        decay, query_in = fetched or factors(i)
+        following, rescale = ahead(i + 1), 1.0
         if p.scaled:
             power = unit * power_of_two(jnp.sum(state * state, axis=1))
             if "power" in outs:
@@ -219,7 +227,8 @@ def scan_body(ins, outs, *, p: Problem, scale, architecture):
         state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
         if p.config.outputs_in_scan:
             q, score = load_tile(ins["q"], (), rows, features), load_tile(ins["score"], (i,), square, square)
-            past = load_tokens(ins["query_in"], (i,), square)[None, :] * dot(rounded_state, q.T, precision)
+            assert query_in is not None
+            past = query_in[None, :] * dot(rounded_state, q.T, precision)
             present = dot(update.astype(p.dtype), score.T, precision)
             if p.scaled:
                 past, present = power[:, None] * past, scale_update[:, None] * present
@@ -229,23 +238,24 @@ def scan_body(ins, outs, *, p: Problem, scale, architecture):
             store_tile(outs["update"], (i,), values, square, update.astype(p.dtype))
         if p.sequences is not None:
             leave(chunk, unit[:, None] * state)
-        return state, unit
+        return state, unit, following
 
     state = jnp.zeros((p.slice_tile, p.key_tile), jnp.float32)
     if p.sequences is None:
         state = enter(first, state)
-    state, unit = lax.fori_loop(0, last + 1 - first, step, (state, jnp.ones((p.slice_tile,), jnp.float32)))
+    unit = jnp.ones((p.slice_tile,), jnp.float32)
+    state, unit, _ = lax.fori_loop(begin, last + 1 - window_start, step, (state, unit, ahead(begin)))
     if p.sequences is None:
         leave(last, unit[:, None] * state)
 
 
-def outputs_body(ins, outs, *, p: Problem, scale, architecture):
+def outputs_body(program, window, ins, outs, *, p: Problem, scale, architecture):
     """Pass (c), one chunk of one head: one slice of V after the other, the features in blocks of at most 64.
 
     Neither is taken whole: [K, V] = 128 x 128 at once would need four times the LDS and, in fp32, spill.
     """
-    in_window, _, _ = grid.chunk_program(pl.program_id(0), p.batch, p.heads)
-    rows, existing = token_rows(p, ins, ins["window"][0] * p.window_chunks + in_window)
+    in_window, _, _ = grid.chunk_program(program, p.batch, p.heads)
+    rows, existing = token_rows(p, ins, window * p.window_chunks + in_window)
     square = columns(0, p.config.chunk_size, p.config.chunk_size)
     width = min(64, p.key_tile)
     blocks = [columns(start, min(width, p.key_size - start), width) for start in range(0, p.key_size, width)]
@@ -267,78 +277,3 @@ def outputs_body(ins, outs, *, p: Problem, scale, architecture):
 
     # A loop, not one slice after the other in the program's text: the compiler would load them all at once.
     lax.fori_loop(0, p.config.dv_splits, one_slice, None)
-
-
-def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
-    """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
-    ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
-    # Under shard_map a result varies over the mesh axes that its operands vary over (see `vary_alike`).
-    varies = jax.typeof(operands[ins[0]]).manual_axis_type
-    return pl.pallas_call(
-        body,
-        grid=plan.grid,
-        in_specs=[plan.in_specs],
-        out_specs=plan.out_specs,
-        out_shape={
-            n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
-        },
-        input_output_aliases={i: outs.index(n) for i, n in enumerate(ins) if n in outs},
-        compiler_params=plgpu.CompilerParams(num_warps=plan.num_warps, num_stages=p.config.num_stages),
-        interpret=interpret,
-        name=name,
-    )({n: operands[n] for n in ins})
-
-
-def empty(shape, dtype):
-    """A buffer for kernels to fill. jax 0.10 takes `lax.empty` for batched under vmap, which breaks forward mode."""
-    return lax.empty(shape, dtype) if jax.__version_info__ >= (0, 11) else jnp.zeros(shape, dtype)
-
-
-def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
-    """The three passes, window by window.
-
-    Args:
-      p: the static facts.
-      operands: q, k, v, g, beta; `initial_state` where `p.has_initial`; `table` (grid.chunk_table) of packed sequences.
-      scale, l2norm: of the rule.
-      architecture: what it is lowered for ("gfx942", "sm_90"), or None for interpret mode.
-
-    Returns:
-      (o, final states in fp32, or None where they are not asked for)
-    """
-    operands = vary_alike(operands)
-    passes = [
-        ("locals", grid.plan_locals(p), functools.partial(locals_body, l2norm=l2norm, architecture=architecture)),
-        ("blocks", grid.plan_blocks(p), blocks_body),
-        ("solve", grid.plan_solve(p), functools.partial(solve_body, architecture=architecture)),
-        ("scan", grid.plan_scan(p), functools.partial(scan_body, scale=scale, architecture=architecture)),
-    ]
-    if not p.config.outputs_in_scan:
-        body = functools.partial(outputs_body, scale=scale, architecture=architecture)
-        passes.append(("outputs", grid.plan_outputs(p), body))
-
-    def window(number, results):
-        arrays = operands | results | {"window": jnp.full((1,), number, jnp.int32)}
-        for name, plan, body in passes:
-            body = functools.partial(body, p=p)
-            arrays |= call(body, f"gated_delta_{name}", p, plan, arrays, interpret=architecture is None)
-        return {n: arrays[n] for n in ("o", "carry") if n in arrays}
-
-    results = {}
-    if p.in_place:
-        shape = grid.output_shape(p)
-        # Packed sequences may end before T: what no sequence holds is 0.
-        results["o"] = (empty if p.sequences is None else jnp.zeros)(shape.shape, shape.dtype)
-    if p.carry_rows:
-        results["carry"] = _first_carry(p, operands)
-    results = {n: x for n, x in vary_alike(operands | results).items() if n in results}
-    results = lax.fori_loop(0, p.windows, window, results) if p.windows > 1 else window(0, results)
-    return results["o"], results["carry"] if p.keeps_states else None
-
-
-def _first_carry(p: Problem, operands):
-    shape = grid.carry_shape(p)
-    if p.sequences is None or not p.keeps_states:
-        return empty(shape.shape, shape.dtype)
-    # The state of an empty sequence passes through: no chunk writes it.
-    return operands["initial_state"].astype(shape.dtype) if p.has_initial else jnp.zeros(shape.shape, shape.dtype)

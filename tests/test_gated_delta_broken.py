@@ -8,7 +8,7 @@ import pytest
 from planted import broken
 
 import gated_delta
-from gated_delta import api, grid, kernel
+from gated_delta import grid, kernel, prefill
 from references import accuracy
 from references.cases import GatedDeltaCase, inputs
 
@@ -56,7 +56,7 @@ def padding_that_writes():
 
 
 def skipped_chunk():
-    return broken_kernel(("chunk = first + i\n", "chunk = first + jnp.where(i == 1, 0, i)\n"))
+    return broken_kernel(("chunk = window_start + i\n", "chunk = window_start + jnp.where(i == 1, 0, i)\n"))
 
 
 FAULTS = [
@@ -92,7 +92,7 @@ def test_the_kernel_as_it_is_passes():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_faults_are_seen(monkeypatch, fault):
-    monkeypatch.setattr(api, "kernel", fault())
+    monkeypatch.setattr(prefill, "kernel", fault())
     assert worst_excess() > 10
 
 
@@ -105,5 +105,5 @@ def test_a_single_gate_sum_is_seen(monkeypatch):
     """One fp32 sum of g instead of two loses accuracy after a strong gate."""
     case = replace(CASE, gates="strong16", keys="correlated")
     one_sum = broken_kernel(("coarse = jnp.floor(g / GATE_STEP) * GATE_STEP", "coarse = g"))
-    monkeypatch.setattr(api, "kernel", one_sum)
+    monkeypatch.setattr(prefill, "kernel", one_sum)
     assert worst_excess(case) > 1

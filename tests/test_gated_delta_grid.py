@@ -72,6 +72,47 @@ def test_windows_cover_every_chunk_once(T, config):
     assert (tokens == 1).all()
 
 
+@pytest.mark.parametrize("T", [1, 95, 18778, 20000, 262144])
+@pytest.mark.parametrize("window", [1, 2, 80, 104])
+def test_windows_are_alike(T, window):
+    p = problem(T, Config(32, window, 8))
+    assert p.window_chunks <= window and p.windows == -(-p.chunks // window)
+    # The last one lacks less than a chunk for each window.
+    assert p.windows * p.window_chunks - p.chunks < p.windows
+
+
+OVERLAP = Config(16, 2, 2, outputs_in_scan=True, overlap=True)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 17, 18, 104])
+def test_parts_of_the_scan_cover_a_window_once(window):
+    p = problem(16 * 3 * window, replace(OVERLAP, window_chunks=window))
+    assert p.overlaps and p.window_chunks == window
+    assert [i for first, end in grid.scan_parts(p) for i in range(first, end)] == list(range(window))
+
+
+@pytest.mark.parametrize(("T", "windows"), [(32, 1), (64, 2), (65, 3)])
+def test_two_windows_do_not_overlap(T, windows):
+    p = problem(T, OVERLAP)
+    assert (p.windows, p.overlaps) == (windows, windows > 2)
+
+
+def test_passes_side_by_side_see_their_own_blocks():
+    p = problem(100, OVERLAP, keeps_states=True)
+    plans = [grid.plan_scan(p), grid.plan_locals(p)]
+    (programs,), starts = grid.beside(plans).grid, grid.starts(plans)
+    assert programs == sum(plan.grid[0] for plan in plans) and starts == [0, plans[0].grid[0]]
+    for field in ("in_specs", "out_specs"):
+        merged = getattr(grid.beside(plans), field)
+        assert set(merged) == {(n, name) for n in (0, 1) for name in getattr(plans[n], field)}
+        for (n, name), spec in merged.items():
+            own = getattr(plans[n], field)[name]
+            assert spec.block_shape == own.block_shape
+            for program in range(programs):
+                place = min(max(program - starts[n], 0), plans[n].grid[0] - 1)
+                assert [int(i) for i in spec.index_map(program)] == list(own.index_map(place)), (n, name, program)
+
+
 @pytest.mark.parametrize("lengths", [(5,), (0, 0, 16), (17, 0, 1, 33, 0), (1,) * 40, (0, 0), (100,)], ids=str)
 @pytest.mark.parametrize("spare", [0, 7])
 def test_chunk_table_covers_every_token_once(lengths, spare):
@@ -198,8 +239,10 @@ def test_scratch_without_a_pass_of_outputs():
 
 def test_one_window_allocates_no_carry():
     config = Config(16, 32, 4)
-    one, two = (gated_delta.prefill_scratch_bytes(1, T, 2, 32, 64, dtype="float32", config=config) for T in (512, 513))
+    # 513 tokens are 33 chunks: two windows of 17, as large as one of 512 tokens in windows of 17 would be.
+    one, two = (gated_delta.prefill_scratch_bytes(1, T, 2, 32, 64, dtype="float32", config=config) for T in (272, 513))
     assert two - one == 2 * 32 * 64 * 4
+    one = gated_delta.prefill_scratch_bytes(1, 512, 2, 32, 64, dtype="float32", config=config)
     function = partial(gated_delta.chunk_gated_delta_rule, config=config)
     written, _ = allocated(lambda a: function(**a)[0], arguments(1, 512, 2, 2, 32, 64, "float32"))
     assert written - reused(1, 512, 2, 2, 32, 64, "float32", config) == one + 512 * 2 * 64 * 4

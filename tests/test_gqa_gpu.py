@@ -4,7 +4,6 @@ rows; every size, dtype and block of the other shapes."""
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_truth import assert_close, fp32_bound
@@ -18,6 +17,7 @@ from references.cases import GQA_ODD, GQA_REAL, GQA_SMALL, GqaCase, inputs
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("optimized")]
 
 ours = partial(gqa.grouped_query_attention, implementation="pallas")
+dense = jax.jit(reference.dense, static_argnames=("causal", "window", "return_lse"))
 # Rows of one slice: their logits in float64 take 64 S 8 bytes a head.
 ROWS = 64
 
@@ -43,11 +43,9 @@ def assert_slices_equal_float64(case, o, lse, arguments=None, places=None):
         part = dict(q=arguments["q"][one, rows, h : h + 1], k=k, v=v, window=case.window)
         if case.sinks is not None:
             part["sinks"] = arguments["sinks"][h : h + 1]
-        low = reference.dense(**part)
+        low = dense(**part)
         with jax.enable_x64(True):
-            wide = accuracy.as_float64(part)
-            wide = {name: x if name == "window" else jnp.asarray(x) for name, x in wide.items()}
-            o64, lse64 = (np.asarray(x) for x in reference.dense(**wide, return_lse=True))
+            o64, lse64 = (np.asarray(x) for x in dense(**accuracy.as_float64(part), return_lse=True))
         assert_close(o[one, rows, h : h + 1], o64, accuracy.attention_bound(o64, low, case.dtype))
         assert_close(lse[one, rows, h : h + 1], lse64, fp32_bound(lse64))
 
@@ -65,11 +63,9 @@ def test_kernels_equal_float64(case):
 def test_small_cases_equal_float64(case):
     arguments = inputs(case)
     o, lse = run(case)
-    low = reference.dense(**arguments)
+    low = dense(**arguments)
     with jax.enable_x64(True):
-        wide = accuracy.as_float64(arguments)
-        wide = {name: jnp.asarray(x) if isinstance(x, np.ndarray | jax.Array) else x for name, x in wide.items()}
-        o64, lse64 = (np.asarray(x) for x in reference.dense(**wide, return_lse=True))
+        o64, lse64 = (np.asarray(x) for x in dense(**accuracy.as_float64(arguments), return_lse=True))
     assert_close(o, o64, accuracy.attention_bound(o64, low, case.dtype))
     assert_close(lse, lse64, fp32_bound(lse64))
 
