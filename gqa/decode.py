@@ -25,7 +25,7 @@ from amdgpu.launch import vary_alike
 from flash.kernel import Axis, Softmax, empty_softmax, exp2, feature_axes, load_tile, store_tile
 from gqa import grid
 from gqa.grid import Problem
-from gqa.kernel import attend, launch, logit_unit, positions, results_of, seen, signed
+from gqa.kernel import add_values, launch, logit_unit, positions, results_of, scores_of, seen, signed
 
 # Elements of the partial outputs that the merge holds at once.
 MERGE_TILE = 8192
@@ -60,7 +60,8 @@ def rows_body(ins, outs, *, p: Problem, scale, target):
         # Rows of one token all see the keys of the block.
         allowed = (j < end)[None, :] if p.queries == 1 else seen(p, t, past, start, end)
         bias = None if p.bias is None else load_bias(ins["bias"], heads.index, t, keys)
-        return attend(p, ins, q, keys, features, values, bias, allowed, state, scale=scale, target=target)
+        s, keys = scores_of(p, ins, q, keys, features, bias, allowed, scale=scale, target=target)
+        return add_values(p, ins, state, s, keys, values, scale=scale, target=target)
 
     c = logit_unit(p, scale)
     tiles = -(-grid.greater(end - first, 0) // p.block_k)

@@ -76,30 +76,30 @@ def seen(p: Problem, t, past, start, end):
     return j < end_of_row if p.window is None else (j < end_of_row) & (j >= first_of_row)
 
 
-def attend(
-    p: Problem, ins, q, keys: Axis, features, values, bias, allowed, state, *, scale, target, fixed=False
-) -> Softmax:
-    """The state after one more tile of keys.
+def scores_of(p: Problem, ins, q, keys: Axis, features, bias, allowed, *, scale, target):
+    """The logits of a tile of keys, -inf for hidden ones, and the keys for whose values they are.
 
     Args:
       q: query rows `[rows, part of K]` each.
       keys: where the tile's keys are; they exist and are finite, also in the place of hidden ones.
       bias: `[rows or 1, keys or 1]`, or None.
       allowed: which keys each row sees, bool `[rows or 1, keys]`; None: all rows see all of them.
-      fixed: as in `softmax_step`.
     """
-    precision, c = product_precision(p.dtype, target), logit_unit(p, scale)
     # A cache of 16 bits under rows of 32 is widened, exactly.
     k = [load_tile(ins["k"], keys, part).astype(p.dtype) for part in features]
-    s = logits(p, q, k, scale, precision)
+    s = logits(p, q, k, scale, product_precision(p.dtype, target))
     if bias is not None:
         s = with_bias(s, bias)
         allowed = allowed & (bias != -jnp.inf)
         # A key that the bias hides from all rows may hold anything.
         keys = Axis(keys.index, jnp.max(allowed.astype(jnp.int32), axis=0) > 0)
-    if allowed is not None:
-        s = jnp.where(allowed, s, -jnp.inf)
+    return s if allowed is None else jnp.where(allowed, s, -jnp.inf), keys
+
+
+def add_values(p: Problem, ins, state: Softmax, s, keys: Axis, values, *, scale, target, fixed=False) -> Softmax:
+    """The state after one more tile of keys; `s` and `keys` from `scores_of`, `fixed` as in `softmax_step`."""
     v = [load_tile(ins["v"], keys, part).astype(p.dtype) for part in values]
+    c, precision = logit_unit(p, scale), product_precision(p.dtype, target)
     return softmax_step(state, s, v, c=c, target=target, precision=precision, fixed=fixed)
 
 
@@ -166,17 +166,21 @@ def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bo
         rows = Axis(jnp.minimum(t, grid.greater(grid.lesser(new, p.queries) - 1, 0)), None)
     q = signed(p, scale, [load_tile(ins["q"], rows, part) for part in features])
 
-    def step(i, state, masked, fixed=False):
-        start = i * p.block_k
-        j = start + lax.iota(jnp.int32, p.block_k)
-        options = dict(scale=scale, target=target, fixed=fixed)
-        if not masked:
-            return attend(p, ins, q, Axis(j, None), features, values, None, None, state, **options)
-        # In the place of a key that no row sees stands one that a row sees.
-        keys = Axis(jnp.minimum(j if p.window is None else jnp.maximum(j, first), end - 1), None)
-        allowed = seen(p, rows.index, past, start, end)
-        bias = None if p.bias is None else load_pairs(ins["bias"], rows, keys).astype(jnp.float32)
-        return attend(p, ins, q, keys, features, values, bias, allowed, state, **options)
+    def keys_of(i):
+        return i * p.block_k + lax.iota(jnp.int32, p.block_k)
+
+    def scores(i, masked):
+        j, bias, allowed = keys_of(i), None, None
+        if masked:
+            # In the place of a key that no row sees stands one that a row sees.
+            j = jnp.minimum(j if p.window is None else jnp.maximum(j, first), end - 1)
+            allowed = seen(p, rows.index, past, i * p.block_k, end)
+            bias = None if p.bias is None else load_pairs(ins["bias"], rows, Axis(j, None)).astype(jnp.float32)
+        return scores_of(p, ins, q, Axis(j, None), features, bias, allowed, scale=scale, target=target)
+
+    def add(i, state, s, keys=None, fixed=False):
+        keys = keys or Axis(keys_of(i), None)
+        return add_values(p, ins, state, s, keys, values, scale=scale, target=target, fixed=fixed)
 
     cuts = grid.key_tiles(p, tile, past, new)
     c, sink, empty = logit_unit(p, scale), None, empty_softmax(p.block_q, values)
@@ -186,7 +190,8 @@ def attend_rows(ins, outs, tile, *, p: Problem, scale, target, fixed_maximum: bo
             # The sink may stand above the fixed maximum by more than the weights can be scaled down in the end.
             factor, unit = exponent_of_sink(jnp.broadcast_to(sink, empty.m.shape), c)
             empty = empty._replace(m=jnp.maximum(empty.m, factor * unit))
-    state, lost = walk(step, cuts, empty, fixed_maximum=fixed_maximum, target=target)
+    options = dict(fixed_maximum=fixed_maximum, scores_ahead=p.config.scores_ahead, target=target)
+    state, lost = walk(scores, add, cuts, empty, **options)
     is_new = stored.index < new if "lengths" in p.given else None
     o, lse = results_of(state, c, sink, is_new, target)
     for part, x in zip(values, o, strict=True):

@@ -22,6 +22,7 @@ from references.gqa import dense as gqa_dense
 
 FLASH = flash.Config(16, 16, 1, splits=1, fixed_maximum=True)
 GQA = gqa.Config(16, 16, 1, fixed_maximum=True)
+FLASH_AHEAD, GQA_AHEAD = replace(FLASH, scores_ahead=True), replace(GQA, scores_ahead=True)
 PLACES = (None, "gfx942", "gfx950", "gfx1201")
 attention = partial(flash.flash_attention, implementation="pallas", return_lse=True)
 grouped = partial(gqa.grouped_query_attention, implementation="pallas", return_lse=True)
@@ -65,6 +66,24 @@ def test_machine_code_equals_float64(place):
     assert_equals_float64(case, partial(attention, config=FLASH), flash_rows, flash_dense, place)
     case = replace(WINDOW, B=1, T=20, S=80, H=1, G=1, past=(60,), window=None)
     assert_equals_float64(case, partial(grouped, config=GQA), gqa_rows, gqa_dense, place)
+
+
+AHEAD = [LONG, replace(LONG, name="one_free_tile", T=150, kv_lengths=(0, 33)), WINDOW]
+
+
+@pytest.mark.parametrize("case", AHEAD, ids=str)
+def test_scores_ahead_equal_float64(case):
+    """Also where a block has one free tile, or none, or no key at all."""
+    if isinstance(case, FlashCase):
+        assert_equals_float64(case, partial(attention, config=FLASH_AHEAD), flash_rows, flash_dense)
+    else:
+        assert_equals_float64(case, partial(grouped, config=GQA_AHEAD), gqa_rows, gqa_dense)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_scores_ahead_as_machine_code(place):
+    case = replace(LONG, B=1, T=20, S=80, H=1, G=1, kv_lengths=None)
+    assert_equals_float64(case, partial(attention, config=FLASH_AHEAD), flash_rows, flash_dense, place)
 
 
 def leap(gap, T=16, keys=80):

@@ -11,7 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("gated_delta", "flash", "gqa", "references", "amdgpu")
 FILES = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-PALLAS_FILES = ("kernel.py", "decode.py", "grid.py", "tiles.py", "inverse.py")
+PALLAS_FILES = ("kernel.py", "decode.py", "prefill.py", "grid.py", "tiles.py", "inverse.py")
 
 # What each package imports besides itself, the standard library, jax and numpy; a name stands for what is below it too.
 ALLOWED = {
