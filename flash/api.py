@@ -68,9 +68,9 @@ def flash_attention(
 
     Logits, maximum, sum and accumulator are fp32. A row that sees no key gives 0, lse -inf and finite
     gradients. Keys that no row may see are never used, not even where they are NaN; a key that some rows see
-    must be finite. Under `implementation="pallas"` one kernel runs, or two: where few rows read many keys (split keys,
-    and a merge), and where a maximum may be fixed (`Config.fixed_maximum`); else the blocked reference. Composes with
-    jit, vmap, grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs.
+    must be finite. On a GPU one Pallas kernel runs, or two: where few rows read many keys (split keys, and a merge),
+    and where a maximum may be fixed (`Config.fixed_maximum`); elsewhere the blocked reference. Composes with jit, vmap,
+    grad, checkpoint, scan and shard_map; derivatives recompute the reference from the inputs.
 
     Args:
       q: `[B, T, H, K]` in bf16, fp16, fp32 (float64: on the reference only), or e4m3 with scales.
@@ -90,8 +90,7 @@ def flash_attention(
       k_scale: scalar.
       v_scale: scalar.
       return_lse: whether to return the natural logarithm of the softmax's denominator too.
-      implementation: None or "reference": the blocked reference; "pallas": the kernels, not yet the default (on a CPU
-        in interpret mode, slow).
+      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference".
       config: how the kernels are cut; by default from the table in `flash.tuning`.
 
     Returns:
@@ -162,7 +161,7 @@ def dot_product_attention(
       query_seq_lengths: integers `[B]`; rows from there on give 0.
       key_value_seq_lengths: integers `[B]`; keys from there on are hidden.
       local_window_size: `(left, right)`, or one int for both: row t sees keys from `t - left` to `t + right`.
-      implementation: None or "reference": the blocked reference; "pallas": the kernels, not yet the default;
+      implementation: None (the best for the platform), "pallas" (on a CPU in interpret mode, slow) or "reference";
         "xla" and "cudnn" call `jax.nn`.
       return_residual: whether to return the natural logarithm of the softmax's denominator too. As in
         `jax.nn`, no gradient flows through it.
@@ -281,10 +280,10 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
 
 
 def _run(arrays: dict, qkv: list, mask, refer: Callable, launch: Callable, implementation: str | None):
-    """Kernels or the reference. Not all sizes have been checked on a GPU yet: until they are, None is the reference."""
+    """Kernels or the reference, as `by_implementation` says."""
     q, k, v = qkv
     obstacle, empty = _obstacle(q, k, v, mask), 0 in (q.size, k.size)
-    return by_implementation(arrays, refer, launch, implementation or "reference", obstacle=obstacle, empty=empty)
+    return by_implementation(arrays, refer, launch, implementation, obstacle=obstacle, empty=empty)
 
 
 def _obstacle(q, k, v, mask) -> str | None:
