@@ -223,7 +223,8 @@ def loop_ahead(lo, hi, logits_of, add, state: Softmax) -> Softmax:
         following = logits_of(jnp.minimum(tile + 1, hi - 1))
         return add(tile, state, s, fixed=True), following
 
-    # Without a tile there may be no key to read.
+    # Without a tile there may be no key to read. (On AMD LLVM sinks these loads into the loop; on NVIDIA GPUs they are
+    # copies to shared memory, and stay.)
     s = jax.eval_shape(logits_of, lo)
     s = lax.cond(lo < hi, lambda: logits_of(lo), lambda: jnp.zeros(s.shape, s.dtype))
     return lax.fori_loop(lo, hi, step, (state, s))[0]

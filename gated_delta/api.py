@@ -131,8 +131,10 @@ def prefill_scratch_bytes(
 ) -> int:
     """Bytes that `chunk_gated_delta_rule` allocates on a GPU besides its results.
 
-    One window of chunks, whatever the length of the sequence. Where more than one window runs, a carry of B H K V 4
-    bytes is counted too; it is not allocated where the final state is asked for, whose buffer serves.
+    The buffers of one window of at most `window_chunks` chunks, whatever the length of the sequence; under
+    `Config.overlap` those that the scan reads are there twice. Windows are alike, so a longer sequence may take less.
+    Where more than one window runs, a carry of B H K V 4 bytes is counted too; it is not allocated where the final
+    state is asked for, whose buffer serves.
 
     Args:
       batch, seq_len, num_heads, key_size, value_size: B, T, H, K, V.

@@ -21,8 +21,7 @@ from amdgpu.launch import vary_alike
 from gated_delta import grid
 from gated_delta.grid import Problem
 from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON
-from gated_delta.prefill import call
-from gated_delta.tiles import columns, load, tile_mask
+from gated_delta.tiles import call, columns, load, tile_mask
 
 
 def decode_body(ins, outs, *, p: Problem, scale, l2norm):

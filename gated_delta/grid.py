@@ -6,8 +6,8 @@ A sequence of T tokens is N = ceil(T / C) chunks; W chunks are a window:
     chunks   |    0     |     1     |  ...   | W |  ...   |   N-1   |
     windows  |           0                   |     1 ...            |
 
-The three passes run window by window over scratch for one window, so scratch is bounded by W, not by T. Inside a
-window:
+The three passes run window by window over scratch for one window (or two, see below), so scratch is bounded by W, not
+by T. Inside a window:
 
     locals    one program for each (chunk, batch, head)      parallel over everything: nothing here depends on the state
                                                              (three kernels; `blocks` takes several chunks a program)
@@ -124,7 +124,7 @@ class Problem:
 
     @property
     def window_chunks(self) -> int:
-        """Of all windows alike: as many as they need, not the Config's number and a last window that is half empty."""
+        """Chunks of a window: all windows have the same size, so that the last one is not mostly empty."""
         return -(-self.chunks // self.windows)
 
     @property
@@ -309,7 +309,7 @@ def plan_scan(p: Problem) -> Plan:
 def scan_parts(p: Problem) -> list[tuple[int, int]]:
     """Under `overlap`: (first, end) chunk in the window for each launch of the scan.
 
-    One is beside each kernel of the locals, and they share the window as those share the time on an H200.
+    One part runs beside each of the three kernels of the locals. Sizes 8 : 5 : 5, about their times on an H200.
     """
     return list(itertools.pairwise(p.window_chunks * n // 18 for n in (0, 8, 13, 18)))
 
@@ -448,7 +448,10 @@ def _pick(table: dict, names) -> dict:
 
 
 def _position_specs(p: Problem) -> dict[str, pl.BlockSpec]:
-    """The number of the window, or of three, and for packed sequences the table of chunks."""
+    """The number of the window, and for packed sequences the table of chunks.
+
+    Under `overlap` it is the numbers of three windows, of which a launch takes one, or one for each of its passes.
+    """
     specs = {"window": pl.BlockSpec((3 if p.overlaps else 1,), lambda program: (0,))}
     if p.sequences is not None:
         specs["table"] = pl.BlockSpec((p.chunks, TABLE_COLUMNS), lambda program: (0, 0))

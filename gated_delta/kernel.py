@@ -186,12 +186,20 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
             plgpu.store(state_at(outs["carry"], sequence if p.keeps_states else b), state, mask=mask)
 
     def factors(i):
-        """What a chunk's state and its queries' products are multiplied with."""
-        return ins["decay"][i], load_tokens(ins["query_in"], (i,), square) if p.config.outputs_in_scan else None
+        """What a chunk's state, updates and query products are multiplied with, by name."""
+        found = {"decay": ins["decay"][i]}
+        if p.scaled:
+            found["key_power"] = ins["key_power"][i]
+        if p.config.outputs_in_scan:
+            found["query_in"] = load_tokens(ins["query_in"], (i,), square)
+        return found
 
     def ahead(i):
-        """The factors of a chunk before it is its turn: no product takes them, so the compiler's pipeline leaves their
-        loads where they stand, and the scan with outputs waits for them a third of its time."""
+        """The factors of chunk i, loaded one chunk early; None where the scan loads them in place.
+
+        No product of that chunk depends on them, so the compiler does not pipeline their loads: the scan with outputs
+        spent a third of its time waiting for them.
+        """
         return factors(jnp.minimum(i, p.window_chunks - 1)) if p.config.outputs_in_scan else None
 
     def step(i, carried):
@@ -205,13 +213,13 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
         solve = [load_tile(ins["solve"], (i, jnp.int32(term)), square, square).T for term in range(p.terms)]
         key_in, key_out = (load_tokens(ins[name], (i,), square)[None, :] for name in ("key_in", "key_out"))
 
-        decay, query_in = fetched or factors(i)
-        following, rescale = ahead(i + 1), 1.0
+        here, following = fetched or factors(i), ahead(i + 1)
+        decay, rescale = here["decay"], 1.0
         if p.scaled:
             power = unit * power_of_two(jnp.sum(state * state, axis=1))
             if "power" in outs:
                 plgpu.store(outs["power"].at[i, values.index], power, mask=values.mask)
-            scale_update, key_power = update_power(power), ins["key_power"][i]
+            scale_update, key_power = update_power(power), here["key_power"]
             v, key_in = reciprocal(scale_update)[:, None] * v, (power * reciprocal(scale_update))[:, None] * key_in
             rescale = (unit * reciprocal(power))[:, None]
             decay = decay * (unit * reciprocal(scale_update * key_power))[:, None]
@@ -227,8 +235,7 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
         state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
         if p.config.outputs_in_scan:
             q, score = load_tile(ins["q"], (), rows, features), load_tile(ins["score"], (i,), square, square)
-            assert query_in is not None
-            past = query_in[None, :] * dot(rounded_state, q.T, precision)
+            past = here["query_in"][None, :] * dot(rounded_state, q.T, precision)
             present = dot(update.astype(p.dtype), score.T, precision)
             if p.scaled:
                 past, present = power[:, None] * past, scale_update[:, None] * present

@@ -8,32 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from amdgpu.launch import vary_alike
 from gated_delta import grid, kernel
 from gated_delta.grid import Problem
 from gated_delta.inverse import blocks_body, solve_body
-
-
-def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
-    """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
-    ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
-    # Under shard_map a result varies over the mesh axes that its operands vary over (see `vary_alike`).
-    varies = jax.typeof(operands[ins[0]]).manual_axis_type
-    return pl.pallas_call(
-        body,
-        grid=plan.grid,
-        in_specs=[plan.in_specs],
-        out_specs=plan.out_specs,
-        out_shape={
-            n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
-        },
-        input_output_aliases={i: outs.index(n) for i, n in enumerate(ins) if n in outs},
-        compiler_params=plgpu.CompilerParams(num_warps=plan.num_warps, num_stages=p.config.num_stages),
-        interpret=interpret,
-        name=name,
-    )({n: operands[n] for n in ins})
+from gated_delta.tiles import call
 
 
 def empty(shape, dtype):
@@ -42,7 +22,11 @@ def empty(shape, dtype):
 
 
 class Pass(NamedTuple):
-    """One kernel of the prefill. `body` takes (program of the pass, number of the window, operands, results)."""
+    """One kernel of the prefill.
+
+    `body` takes (program of the pass, number of the window, operands, results); the number is None for a pass whose
+    plan has no "window".
+    """
 
     name: str
     plan: grid.Plan
@@ -84,29 +68,32 @@ def in_order(run, passes, arrays, numbers):
 
 
 def overlapped(run, p: Problem, prepare, scan: Pass, operands, results):
-    """The scan of each window in as many launches as passes `prepare` the next window, one beside each of those."""
+    """The scan of each window in as many launches as passes `prepare` the next window, one beside each of those.
+
+    The last window, which alone may be ragged, is scanned in one launch: nothing is left to prepare.
+    """
     handed_on = [n for n in scan.plan.in_specs if n in grid.scratch(p)]
 
-    def one(numbers, place, results, here):
-        """The scan of the window whose number stands at `place`; `here` is what was prepared for it."""
-        ahead = operands
+    def scan_window(numbers, place, results, prepared):
+        """The scan of the window whose number stands at `place`. Returns results, and what is prepared for the next."""
+        arrays = operands
         for x, part in zip(prepare, grid.scan_parts(p), strict=True):
-            walk = scan._replace(body=functools.partial(scan.body, part=part))
-            done, made = run([(walk, place, operands | results | here), (x, place + 1, ahead)], numbers)
-            results, ahead = results | done, ahead | made
-        return results, {n: ahead[n] for n in handed_on}
+            scan_part = scan._replace(body=functools.partial(scan.body, part=part))
+            done, made = run([(scan_part, place, operands | results | prepared), (x, place + 1, arrays)], numbers)
+            results, arrays = results | done, arrays | made
+        return results, {n: arrays[n] for n in handed_on}
 
-    def two(i, state):
-        """Two windows a turn: with one, XLA would copy what is handed on."""
+    def scan_two_windows(i, state):
+        """Two in a turn of the loop: with one, XLA would copy what is handed on."""
         numbers = 2 * i + jnp.arange(3, dtype=jnp.int32)
-        return one(numbers, 1, *one(numbers, 0, *state))
+        return scan_window(numbers, 1, *scan_window(numbers, 0, *state))
 
-    prepared = in_order(run, prepare, operands, jnp.zeros((3,), jnp.int32))
-    state = results, {n: prepared[n] for n in handed_on}
-    state = lax.fori_loop(0, (p.windows - 1) // 2, two, state)
+    first = in_order(run, prepare, operands, jnp.zeros((3,), jnp.int32))
+    state = results, {n: first[n] for n in handed_on}
+    state = lax.fori_loop(0, (p.windows - 1) // 2, scan_two_windows, state)
     numbers = p.windows - 2 + jnp.arange(3, dtype=jnp.int32)
-    results, here = one(numbers, 0, *state) if p.windows % 2 == 0 else state
-    return results | run([(scan, 1, operands | results | here)], numbers)[0]
+    results, prepared = scan_window(numbers, 0, *state) if p.windows % 2 == 0 else state
+    return results | run([(scan, 1, operands | results | prepared)], numbers)[0]
 
 
 def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):

@@ -1,10 +1,11 @@
-"""What kernels of the gated delta rule share: tiles, their loads and stores, and products."""
+"""What kernels of the gated delta rule share: tiles, their loads and stores, products, and the call of a kernel."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
@@ -104,3 +105,23 @@ def split_terms(x, dtype, terms):
     first = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     rest = x - lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return [first, rest.astype(jnp.bfloat16)]
+
+
+def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
+    """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
+    ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)
+    # Under shard_map a result varies over the mesh axes that its operands vary over (see `vary_alike`).
+    varies = jax.typeof(operands[ins[0]]).manual_axis_type
+    return pl.pallas_call(
+        body,
+        grid=plan.grid,
+        in_specs=[plan.in_specs],
+        out_specs=plan.out_specs,
+        out_shape={
+            n: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=varies) for n, s in plan.out_shape.items()
+        },
+        input_output_aliases={i: outs.index(n) for i, n in enumerate(ins) if n in outs},
+        compiler_params=plgpu.CompilerParams(num_warps=plan.num_warps, num_stages=p.config.num_stages),
+        interpret=interpret,
+        name=name,
+    )({n: operands[n] for n in ins})

@@ -105,7 +105,7 @@ ROWS = (
         2,
         64,
         fixed(128, 64, 4, 3, scores_ahead=True),
-        "H200, T16384 64/8/64: 4.50 ms; not ahead 4.7 to 4.9",
+        "H200, bf16, T16384 64/8/64: 4.50 ms; 8 warps and not ahead 4.7 to 4.9",
     ),
     Row("sm_90", "prefill", 2, 128, fixed(256, 64, 8, 3), "H200, T8192 32/8/128: 1.10 ms; 128x64 1.16, not fixed 1.27"),
     Row("sm_90", "prefill", 2, 256, Config(128, 64, 8, 2), "two stages of 64 keys fill the shared memory"),

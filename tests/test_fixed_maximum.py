@@ -84,6 +84,35 @@ def test_scores_ahead_equal_float64(case):
 def test_scores_ahead_as_machine_code(place):
     case = replace(LONG, B=1, T=20, S=80, H=1, G=1, kv_lengths=None)
     assert_equals_float64(case, partial(attention, config=FLASH_AHEAD), flash_rows, flash_dense, place)
+    case = replace(WINDOW, B=1, T=20, S=80, H=1, G=1, past=(60,), window=None)
+    assert_equals_float64(case, partial(grouped, config=GQA_AHEAD), gqa_rows, gqa_dense, place)
+
+
+def equations(jaxpr):
+    """Those of a jaxpr and of all jaxprs inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+@pytest.mark.parametrize(("function", "config"), [(attention, FLASH), (grouped, GQA)], ids=["flash", "gqa"])
+def test_the_first_scores_ahead_are_computed_only_for_a_tile(function, config):
+    """In a branch of their own: without a tile there may be no key to read."""
+
+    def branches_with_products(**options):
+        """For each kernel that walks all blocks; one for lost blocks is beside each."""
+        q, k = (jnp.zeros((1, 40, heads, 16), jnp.bfloat16) for heads in (2, 1))
+        jaxpr = jax.make_jaxpr(partial(function, config=replace(config, **options)))(q, k, k).jaxpr
+        found = list(equations(jaxpr))
+        branches = [b.jaxpr for e in found if e.primitive.name == "cond" for b in e.params["branches"]]
+        with_products = [any(e.primitive.name == "dot_general" for e in branch.eqns) for branch in branches]
+        return 2 * sum(with_products) / sum(e.primitive.name == "pallas_call" for e in found)
+
+    assert (branches_with_products(), branches_with_products(scores_ahead=True)) == (0, 1)
 
 
 def leap(gap, T=16, keys=80):
@@ -106,6 +135,12 @@ def assert_right(q, k, v, config=FLASH, place=None):
 @pytest.mark.parametrize("gap", [20.0, 40.0, 45.0, 128.0, 4096.0])
 def test_a_logit_that_leaps(gap, place):
     assert_right(*leap(gap), place=place)
+
+
+@pytest.mark.parametrize("place", (None, "gfx942"))
+@pytest.mark.parametrize("gap", [20.0, 45.0, 4096.0])
+def test_a_logit_that_leaps_behind_scores_ahead(gap, place):
+    assert_right(*leap(gap), config=FLASH_AHEAD, place=place)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -262,6 +262,12 @@ def test_lengths_are_values_not_shapes():
         assert all((np.asarray(o[b]) == 0).all() == (n <= 0) for b, n in enumerate(lengths))
 
 
+@pytest.mark.parametrize("name", ["fixed_maximum", "scores_ahead"])
+def test_switches_are_bools(name):
+    with pytest.raises(ValueError, match=f"{name} must be a bool, got 1"):
+        Config(16, 16, **{name: 1})
+
+
 FIXED = Config(16, 16, 1, splits=1, fixed_maximum=True)
 
 

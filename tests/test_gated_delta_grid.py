@@ -92,7 +92,7 @@ def test_parts_of_the_scan_cover_a_window_once(window):
 
 
 @pytest.mark.parametrize(("T", "windows"), [(32, 1), (64, 2), (65, 3)])
-def test_two_windows_do_not_overlap(T, windows):
+def test_only_three_windows_or_more_overlap(T, windows):
     p = problem(T, OVERLAP)
     assert (p.windows, p.overlaps) == (windows, windows > 2)
 
@@ -302,6 +302,19 @@ def test_kernels_lower_for_rocm(arch, dtype):
     assert names(gated_delta.recurrent_gated_delta_rule) == {"gated_delta_decode"}
 
 
+def test_overlap_shares_launches():
+    avals = arguments(1, 100, 2, 4, 128, 128, "bfloat16")
+
+    def names(**options):
+        config = Config(16, 2, 8, 1, outputs_in_scan=True, **options)
+        function = partial(gated_delta.chunk_gated_delta_rule, config=config)
+        return {c.name for c in isa.triton_calls(isa.lower_rocm(lambda a: function(**a), avals, arch="gfx942"))}
+
+    shared = {f"gated_delta_scan_{name}" for name in ("locals", "blocks", "solve")}
+    assert names() == KERNELS - {"gated_delta_outputs"}
+    assert names(overlap=True) == names() | shared
+
+
 def test_grids_have_one_axis_however_many_sequences():
     """fla 1077: a grid axis other than the first ends at 65535."""
     avals = arguments(1, 3000, 2, 32, 32, 32, "bfloat16") | {"cu_seqlens": jax.ShapeDtypeStruct((70001,), jnp.int32)}
@@ -372,6 +385,8 @@ def test_default_split_divides_v_into_wide_slices(value_size):
         ("num_warps", 3),
         ("num_stages", 0),
         ("outputs_in_scan", 1),
+        ("overlap", 1),
+        ("overlap", True),  # without outputs_in_scan
     ],
 )
 def test_config_refuses_what_cannot_run(field, value):

@@ -260,7 +260,7 @@ def test_one_loop_walks_the_same_tiles():
 def test_one_loop_or_a_fixed_maximum():
     with pytest.raises(ValueError, match="one_loop must be False beside fixed_maximum, got True"):
         Config(16, 16, one_loop=True, fixed_maximum=True)
-    for name in ("one_loop", "fixed_maximum"):
+    for name in ("one_loop", "fixed_maximum", "scores_ahead"):
         with pytest.raises(ValueError, match=f"{name} must be a bool, got 1"):
             Config(16, 16, **{name: 1})
 

@@ -1,0 +1,111 @@
+"""`Config.overlap`: the scan of a window beside the passes that prepare the next one, and what it needs for that; in
+interpret mode, as AMD machine code, and with faults in it.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from attention_truth import bits
+from planted import broken
+
+import gated_delta
+from amdgpu import emulate
+from gated_delta import api, grid, kernel, prefill
+from references import accuracy
+from references.cases import GatedDeltaCase, inputs
+
+# Seven chunks in four windows: two in a turn of the loop, one after it, and the last, which is ragged.
+CASE = GatedDeltaCase("overlap", "", 1, 105, 1, 1, 16, 16, "bfloat16")
+CONFIG = gated_delta.Config(16, 2, 1, 1, 1, outputs_in_scan=True, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("T", "window", "dtype", "cu_seqlens", "final"),
+    [
+        (85, 2, "bfloat16", None, True),  # three windows
+        (105, 2, "float16", None, False),  # four, the last of them ragged
+        (75, 1, "bfloat16", (0, 3, 40, 40, 75), False),  # eight, three turns of the loop
+    ],
+)
+def test_it_changes_no_bit(T, window, dtype, cu_seqlens, final):
+    """In interpret mode. On a GPU some passes run with other numbers of warps, which may sum in another order."""
+    case = replace(CASE, T=T, H=2, V=32, dtype=dtype, cu_seqlens=cu_seqlens)
+    arguments = inputs(case) | {"output_final_state": final, "implementation": "pallas"}
+    config = replace(CONFIG, window_chunks=window, dv_splits=2)
+    one, other = (
+        gated_delta.chunk_gated_delta_rule(**arguments, config=replace(config, overlap=overlap))
+        for overlap in (False, True)
+    )
+    assert bits(one) == bits(other)
+
+
+def as_machine_code(arch="gfx942", config=CONFIG):
+    """(result, names of the kernels that ran, the largest error over its bound)."""
+    jax.clear_caches()
+    arguments = inputs(CASE)
+    truth = accuracy.gated_delta_truth(arguments)
+    with emulate(arch) as ran:
+        result = jax.tree.map(np.asarray, gated_delta.chunk_gated_delta_rule(**arguments, config=config))
+    errors, bounds = (
+        accuracy.gated_delta_errors(result, truth),
+        accuracy.gated_delta_bounds(CASE, arguments, truth, config.chunk_size),
+    )
+    return result, [run.name for run in ran], max(e / b for e, b in zip(errors, bounds, strict=True))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1151"])
+def test_machine_code(arch):
+    """With the bounds of every buffer checked: of the factors that are loaded ahead, too."""
+    plain, _, excess = as_machine_code(arch, replace(CONFIG, overlap=False))
+    assert excess <= 1
+    result, ran, excess = as_machine_code(arch)
+    assert excess <= 1 and bits(result) == bits(plain)
+    prepare = ["locals", "blocks", "solve"]
+    names = [*prepare, *(f"scan_{name}" for name in 3 * prepare), "scan"]
+    assert ran == [f"gated_delta_{name}" for name in names]
+
+
+@pytest.fixture
+def fresh_traces():
+    yield
+    jax.clear_caches()
+
+
+def the_window_itself_prepared():
+    return api, "prefill", broken(prefill, ("(x, place + 1, arrays)", "(x, place, arrays)")).prefill
+
+
+def a_turn_that_starts_late():
+    return api, "prefill", broken(prefill, ("numbers = 2 * i +", "numbers = 2 * i + 1 +")).prefill
+
+
+def a_part_too_short():
+    return grid, "scan_parts", lambda p: [(0, 0), (0, 0), (0, p.window_chunks - 1)]
+
+
+FAULTS = (the_window_itself_prepared, a_turn_that_starts_late, a_part_too_short)
+
+
+@pytest.mark.usefixtures("fresh_traces")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_are_seen(monkeypatch, fault):
+    monkeypatch.setattr(*fault())
+    _, _, excess = as_machine_code()
+    assert excess > 1
+
+
+@pytest.mark.usefixtures("fresh_traces")
+def test_factors_of_the_chunk_before_are_seen(monkeypatch):
+    """Without overlap: each part of a window is one chunk here."""
+    monkeypatch.setattr(prefill, "kernel", broken(kernel, ("ahead(i + 1)", "ahead(i)")))
+    _, _, excess = as_machine_code(config=replace(CONFIG, overlap=False))
+    assert excess > 1
+
+
+@pytest.mark.usefixtures("fresh_traces")
+def test_factors_beyond_the_window_are_seen(monkeypatch):
+    monkeypatch.setattr(prefill, "kernel", broken(kernel, ("jnp.minimum(i, p.window_chunks - 1)", "i")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gated_delta_scan.*out of bounds"):
+        as_machine_code()
