@@ -13,7 +13,7 @@ def by_implementation(
     launch: Callable,
     implementation: str | None,
     *,
-    obstacle: str | None = None,
+    obstacle: Callable[[], str | None] = lambda: None,
     empty: bool = False,
 ):
     """`launch(arrays, platform=...)` or `refer(arrays)`, as `implementation` says.
@@ -21,18 +21,20 @@ def by_implementation(
     Kernels take shapes that are known: of an array with a symbolic one (`jax.export`) that is the obstacle.
 
     None: kernels on ROCm and CUDA, the reference elsewhere. "pallas": kernels, in interpret mode on a CPU, where the
-    platform is None; NotImplementedError where there is an `obstacle`, what they would need to be otherwise.
-    "reference": that. An obstacle, unless kernels were asked for, and an empty call lead to the reference too.
+    platform is None; NotImplementedError where `obstacle()` says what they would need to be otherwise. "reference":
+    that. An obstacle, unless kernels were asked for, and an empty call lead to the reference too.
 
     Derivatives are those of the reference, computed again from the inputs: nothing else of the forward pass is kept.
     """
     refer = jax.checkpoint(refer)
-    if not all(isinstance(n, int) for x in jax.tree.leaves(arrays) for n in x.shape):
-        obstacle = obstacle or "shapes that are known, got a symbolic one"
-    if implementation == "pallas" and obstacle:
-        raise NotImplementedError(f"the Pallas kernels take {obstacle}")
+    if implementation == "reference":
+        return refer(arrays)
     # Every branch of platform_dependent is traced everywhere, so what Pallas cannot do is settled before it.
-    if implementation == "reference" or obstacle or empty:
+    known = all(isinstance(n, int) for x in jax.tree.leaves(arrays) for n in x.shape)
+    found = obstacle() if known else "shapes that are known, got a symbolic one"
+    if implementation == "pallas" and found:
+        raise NotImplementedError(f"the Pallas kernels take {found}")
+    if found or empty:
         return refer(arrays)
     branches = {platform: functools.partial(launch, platform=platform) for platform in ("rocm", "cuda")}
     branches |= {"cpu": functools.partial(launch, platform=None)} if implementation == "pallas" else {"default": refer}

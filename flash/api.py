@@ -282,7 +282,7 @@ def _dot_product_attention(arrays: dict, options: _NnOptions, implementation: st
 def _run(arrays: dict, qkv: list, mask, refer: Callable, launch: Callable, implementation: str | None):
     """Kernels or the reference, as `by_implementation` says."""
     q, k, v = qkv
-    obstacle, empty = _obstacle(q, k, v, mask), 0 in (q.size, k.size)
+    obstacle, empty = functools.partial(_obstacle, q, k, v, mask), 0 in (q.size, k.size)
     return by_implementation(arrays, refer, launch, implementation, obstacle=obstacle, empty=empty)
 
 

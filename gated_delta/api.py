@@ -260,7 +260,7 @@ def _run(arrays: dict, options: _Options, phase: str) -> tuple[Array, Array | No
     """The phase ("prefill" or "decode") on the platform that it is lowered for."""
     refer = functools.partial(_reference, options=options)
     launch = functools.partial(_pallas, options=options, phase=phase)
-    obstacle = _obstacle(arrays["q"].shape[-1])
+    obstacle = functools.partial(_obstacle, arrays["q"].shape[-1])
     return by_implementation(arrays, refer, launch, options.implementation, obstacle=obstacle, empty=_is_empty(arrays))
 
 

@@ -204,7 +204,8 @@ def _attend(arrays: dict, options: Options, implementation: str | None, config: 
         results = _pallas(arrays, options, config, heads_first, platform)
         return (results["o"], results["lse"]) if options.return_lse else results["o"]
 
-    obstacle, empty = _obstacle(arrays["q"], arrays["v"]), 0 in (arrays["q"].size, arrays["k"].size)
+    q, k, v = (arrays[name] for name in "qkv")
+    obstacle, empty = functools.partial(_obstacle, q, v), 0 in (q.size, k.size)
     return by_implementation(arrays, refer, launch, implementation, obstacle=obstacle, empty=empty)
 
 

@@ -108,3 +108,17 @@ def test_symbolic_shapes_are_exported_on_the_reference(function, platform):
     assert "triton" not in exported.mlir_module()
     with pytest.raises(NotImplementedError, match="shapes that are known, got a symbolic one"):
         export.export(jax.jit(partial(function, implementation="pallas")), platforms=[platform])(*avals)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_symbolic_sizes_are_not_compared(platform, implementation):
+    """For elements of one byte, whose number is limited in a kernel."""
+    (B,) = export.symbolic_shape("B")
+    S = jax.ShapeDtypeStruct
+    q, k, mask = S((B, 70, 4, 16), "bfloat16"), S((B, 70, 2, 16), "bfloat16"), S((B, 1, 1, 70), "bool")
+    masked = partial(flash.dot_product_attention, implementation=implementation)
+    export.export(jax.jit(lambda q, k, mask: masked(q, k, k, mask=mask)), platforms=[platform])(q, k, mask)
+    q, k = (S(x.shape, "float8_e4m3fn") for x in (q, k))
+    attend = partial(flash.flash_attention, implementation=implementation)
+    export.export(jax.jit(attend), platforms=[platform])(q, k, k)
