@@ -31,7 +31,14 @@ from flash.arguments import (
     refuse,
     static_number,
 )
-from flash.tuning import LARGEST_KEY_SIZE, LARGEST_VALUE_SIZE, Config, default_config, default_splits, for_keys
+from flash.tuning import (
+    KEYS_FOR_A_FIXED_MAXIMUM,
+    LARGEST_KEY_SIZE,
+    LARGEST_VALUE_SIZE,
+    Config,
+    default_config,
+    default_splits,
+)
 from references import flash as reference
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -343,10 +350,9 @@ def _pallas(
         operands[name] = x.astype(jnp.int8) if name == "mask" else as_bias(x)
     for name in [name for name in ("logit_factor", "value_factor") if name in operands]:
         operands[name] = operands[name].astype(jnp.float32).reshape(1)
+    from_table = config is None
     if config is None:
         config = default_config(architecture, dtype, K, V)
-        left, right = positions.left, positions.right
-        config = for_keys(config, S if left is None or right is None else min(S, config.block_q + left + right))
     grid.check_order(config.order, H, xcds(architecture))
     problem = grid.Problem(
         batch=B,
@@ -371,6 +377,11 @@ def _pallas(
     if config.splits is None:
         splits = default_splits(architecture, B * H * problem.blocks, -(-S // problem.block_k))
         problem = dataclasses.replace(problem, config=dataclasses.replace(config, splits=splits))
+    left, right = positions.left, positions.right
+    seen = S if left is None or right is None else min(S, config.block_q + left + right)
+    if from_table and not (problem.fixed_maximum and seen >= KEYS_FOR_A_FIXED_MAXIMUM):
+        config = default_config(architecture, dtype, K, V, moving=True)
+        problem = dataclasses.replace(problem, config=dataclasses.replace(config, splits=problem.splits))
     target = architecture if platform == "rocm" and architecture.startswith("gfx") else platform
     scale = K**-0.5 if scale is None else float(scale)
     # Kernels count in int32 whatever the caller's default.

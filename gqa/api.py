@@ -28,7 +28,7 @@ from flash.arguments import (
     refuse,
     static_number,
 )
-from flash.tuning import for_keys
+from flash.tuning import KEYS_FOR_A_FIXED_MAXIMUM
 from gqa import decode, grid, kernel
 from gqa.tuning import LARGEST_SIZE, Config, default_block_keys, default_config, for_window, uses_rows_kernel
 from references import gqa as reference
@@ -238,11 +238,13 @@ def _pallas(
     reach = grid.reach(S, T, options.window)
     packed = uses_rows_kernel(T * (H // G), reach)
     which = "rows" if packed else "prefill" if options.window is None else "prefill_window"
-    if config is None:
-        config = for_keys(default_config(architecture, dtype.itemsize, K, V, which), reach)
+
+    def of_table(moving):
+        config = default_config(architecture, dtype.itemsize, K, V, which, moving=moving)
         config = for_window(config, options.window)
         workgroups = B * G * -(-T * (H // G) // config.block_q)
-        config = dataclasses.replace(config, block_keys=default_block_keys(architecture, workgroups, reach))
+        return dataclasses.replace(config, block_keys=default_block_keys(architecture, workgroups, reach))
+
     problem = grid.Problem(
         batch=B,
         queries=T,
@@ -252,7 +254,7 @@ def _pallas(
         key_size=K,
         value_size=V,
         dtype=dtype,
-        config=config,
+        config=config or of_table(moving=False),
         xcds=xcds(architecture),
         packed=packed,
         window=options.window,
@@ -264,6 +266,8 @@ def _pallas(
         heads_first=heads_first,
         returns_lse=options.return_lse,
     )
+    if config is None and not (problem.fixed_maximum and reach >= KEYS_FOR_A_FIXED_MAXIMUM):
+        problem = dataclasses.replace(problem, config=of_table(moving=True))
     target = architecture if platform == "rocm" and architecture.startswith("gfx") else platform
     scale = K**-0.5 if options.scale is None else float(options.scale)
     launch = decode.rows if packed else kernel.prefill

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from flash.tuning import COMPUTE_UNITS, check_bool, check_ints, check_tiles
+from flash.tuning import COMPUTE_UNITS, check_bool, check_ints, check_tiles, config_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Row:
     head_size: int
     config: Config
     reason: str
+    # As in `flash.tuning.Row`.
+    moving: Config | None = None
 
 
 # Static evidence (machine code, not a timing): instructions of the mask-free loop / of the masked loops for each matrix
@@ -105,7 +107,8 @@ ROWS = (
         2,
         64,
         fixed(128, 64, 4, 3, scores_ahead=True),
-        "H200, bf16, T16384 64/8/64: 4.50 ms; 8 warps and not ahead 4.7 to 4.9",
+        "H200, bf16, T16384 64/8/64: 4.50 ms; as moving but fixed 4.7 to 4.9; a bias spills with 4 warps",
+        Config(128, 64, 8, 3),
     ),
     Row("sm_90", "prefill", 2, 128, fixed(256, 64, 8, 3), "H200, T8192 32/8/128: 1.10 ms; 128x64 1.16, not fixed 1.27"),
     Row("sm_90", "prefill", 2, 256, Config(128, 64, 8, 2), "two stages of 64 keys fill the shared memory"),
@@ -173,12 +176,14 @@ def uses_rows_kernel(rows: int, keys: int) -> bool:
     return rows <= FEW_ROWS or (rows <= SOME_ROWS and keys > MANY_KEYS)
 
 
-def default_config(architecture: str, itemsize: int, key_size: int, value_size: int, kernel: str) -> Config:
-    """The table's Config of a kernel for an architecture id, bytes of q's dtype, K and V."""
+def default_config(
+    architecture: str, itemsize: int, key_size: int, value_size: int, kernel: str, *, moving: bool = False
+) -> Config:
+    """The table's Config of a kernel for an architecture id, bytes of q's dtype, K and V; `moving` as in `flash`."""
     size = max(key_size, value_size)
     for row in ROWS:
         if (row.architecture, row.kernel, row.itemsize) == (architecture, kernel, itemsize) and size <= row.head_size:
-            return row.config
+            return config_of(row, moving)
     return ANY if size * itemsize <= 256 else ANY_LARGE
 
 

@@ -14,6 +14,7 @@ from planted import broken
 
 import flash
 import gqa
+from amdgpu.lowering import triton_calls
 from flash import api, kernel
 from references import accuracy
 from references.cases import FLASH_ODD, FLASH_SMALL, GQA_ODD, GQA_SMALL, FlashCase, GqaCase, inputs
@@ -215,7 +216,7 @@ def test_what_a_caller_may_wrap_around_it(name):
 @pytest.mark.parametrize("window", [None, (40, 0), (30, 20)])
 def test_lengths_and_windows(monkeypatch, window):
     monkeypatch.setattr(api, "default_config", lambda *_: FLASH)
-    monkeypatch.setattr(api, "for_keys", lambda config, keys: config)
+    monkeypatch.setattr(api, "KEYS_FOR_A_FIXED_MAXIMUM", 0)
     q, k, v = one_that_leaps()
     lengths = dict(query_seq_lengths=jnp.array([80, 60]), key_value_seq_lengths=jnp.array([0, 77]))
     attend = partial(flash.dot_product_attention, scale=1.0, local_window_size=window, return_residual=True, **lengths)
@@ -273,3 +274,29 @@ def test_planted_faults_are_seen(monkeypatch, edit):
         q, k, v = leap(38.0, T=17)
         assert_right(q, k, v.at[0, 55, 0, 0].set(1e32), config=replace(FLASH, num_warps=2))
         assert_right(*leap(128.0, T=17), config=replace(FLASH, num_warps=2))
+
+
+SHAPE = (1, 2048, 16, 64)
+
+
+@pytest.mark.usefixtures("fresh_traces")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bias", "warps"),
+    [
+        (SHAPE, "bfloat16", None, 4),
+        (SHAPE, "float16", None, 8),
+        ((1, 2047, 16, 64), "bfloat16", None, 8),
+        (SHAPE, "bfloat16", (1, 1, 2048, 2048), 8),
+    ],
+)
+@pytest.mark.parametrize("module", [flash.api, gqa.api], ids=lambda module: module.__name__)
+def test_a_row_may_have_another_config_where_no_maximum_is_fixed(monkeypatch, module, shape, dtype, bias, warps):
+    """An H200's for 64 features: with four warps a bias would spill."""
+    monkeypatch.setattr(module, "current_arch", lambda: "sm_90")
+    function = flash.flash_attention if module is flash.api else gqa.grouped_query_attention
+    q = jax.ShapeDtypeStruct(shape, dtype)
+    arguments = (q, q, q) if bias is None else (q, q, q, jax.ShapeDtypeStruct(bias, dtype))
+    call = jax.jit(lambda q, k, v, bias=None: function(q, k, v, bias=bias))
+    lowered = call.trace(*arguments).lower(lowering_platforms=("cuda",))
+    first, *_ = triton_calls(lowered)
+    assert first.num_warps == warps
