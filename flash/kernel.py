@@ -99,6 +99,13 @@ def chip_of(target: str | None) -> arch.Arch | None:
     return arch.facts(target) if target in arch.KNOWN else None
 
 
+def inline_asm(asm: str, constraints: str, pack: int, *args):
+    """What `asm` makes of each element of `args`, alike in shape and dtype, `pack` at a time."""
+    shape = jax.ShapeDtypeStruct(args[0].shape, args[0].dtype)
+    (y,) = plgpu.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape])
+    return y
+
+
 def exp2(x, target):
     """2 ** x, fp32; by one instruction where it is known how to write it, which makes results below 2^-126 zero.
 
@@ -115,9 +122,7 @@ def exp2(x, target):
         constraints = ",".join(["=v"] * pack + [str(i) for i in range(pack)])
     else:
         return jnp.exp2(x)
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    (y,) = plgpu.elementwise_inline_asm(asm, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[shape])
-    return y
+    return inline_asm(asm, constraints, pack, x)
 
 
 def weights(c, s, m, target):
@@ -127,11 +132,8 @@ def weights(c, s, m, target):
     """
     if target != "cuda":
         return exp2(c * s - m, target)
-    args = [jnp.broadcast_to(x, s.shape) for x in (c, s, -m)]
-    asm = "fma.rn.f32 $0, $1, $2, $3;\nex2.approx.ftz.f32 $0, $0;"
-    shape = jax.ShapeDtypeStruct(s.shape, s.dtype)
-    (p,) = plgpu.elementwise_inline_asm(asm, args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[shape])
-    return p
+    args = (jnp.broadcast_to(x, s.shape) for x in (c, s, -m))
+    return inline_asm("fma.rn.f32 $0, $1, $2, $3;\nex2.approx.ftz.f32 $0, $0;", "=f,f,f,f", 1, *args)
 
 
 def round_weights(p, dtype, target):

@@ -34,6 +34,14 @@ def programs_are_given_back():
 
 
 @pytest.fixture
+def fresh_traces():
+    """For tests that change what is traced: nothing traced before them is found in them, nor theirs after them."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def optimized():
     """For programs that are large, and that are to be compiled as a user would."""
     jax.config.update("jax_disable_most_optimizations", False)

@@ -62,11 +62,13 @@ def test_gqa_equals_float64(case):
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
-def test_machine_code_equals_float64(place):
+@pytest.mark.parametrize("scores_ahead", [False, True])
+def test_machine_code_equals_float64(scores_ahead, place):
+    flash_config, gqa_config = (FLASH_AHEAD, GQA_AHEAD) if scores_ahead else (FLASH, GQA)
     case = replace(LONG, B=1, T=20, S=80, H=1, G=1, kv_lengths=None)
-    assert_equals_float64(case, partial(attention, config=FLASH), flash_rows, flash_dense, place)
+    assert_equals_float64(case, partial(attention, config=flash_config), flash_rows, flash_dense, place)
     case = replace(WINDOW, B=1, T=20, S=80, H=1, G=1, past=(60,), window=None)
-    assert_equals_float64(case, partial(grouped, config=GQA), gqa_rows, gqa_dense, place)
+    assert_equals_float64(case, partial(grouped, config=gqa_config), gqa_rows, gqa_dense, place)
 
 
 AHEAD = [LONG, replace(LONG, name="one_free_tile", T=150, kv_lengths=(0, 33)), WINDOW]
@@ -79,14 +81,6 @@ def test_scores_ahead_equal_float64(case):
         assert_equals_float64(case, partial(attention, config=FLASH_AHEAD), flash_rows, flash_dense)
     else:
         assert_equals_float64(case, partial(grouped, config=GQA_AHEAD), gqa_rows, gqa_dense)
-
-
-@pytest.mark.parametrize("place", PLACES[1:])
-def test_scores_ahead_as_machine_code(place):
-    case = replace(LONG, B=1, T=20, S=80, H=1, G=1, kv_lengths=None)
-    assert_equals_float64(case, partial(attention, config=FLASH_AHEAD), flash_rows, flash_dense, place)
-    case = replace(WINDOW, B=1, T=20, S=80, H=1, G=1, past=(60,), window=None)
-    assert_equals_float64(case, partial(grouped, config=GQA_AHEAD), gqa_rows, gqa_dense, place)
 
 
 def equations(jaxpr):
@@ -170,13 +164,6 @@ def one_that_leaps():
     q, k, v = (random(i, (2, 80, heads, 16), dtype="bfloat16")[0] for i, heads in enumerate((4, 2, 2)))
     q = (q / 4).at[..., 0].set(0.0).at[1, 48:64, 2, 0].set(1.0)
     return q, k.at[:, 40, :, 0].set(1e3), v
-
-
-@pytest.fixture
-def fresh_traces():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.usefixtures("fresh_traces")

@@ -13,6 +13,8 @@ from flash import api, grid, kernel
 from flash.tuning import Config
 from references.cases import FlashCase, inputs
 
+pytestmark = pytest.mark.usefixtures("fresh_traces")
+
 # Ragged queries and keys, two KV heads of two query heads each, and a batch row with fewer keys.
 CASE = FlashCase("broken", "", 2, 40, 50, 4, 2, 16, 16, causal=True, kv_lengths=(50, 37))
 FULL = FlashCase("broken full", "", 2, 40, 50, 4, 2, 16, 16, kv_lengths=(50, 37))
@@ -100,12 +102,6 @@ def excess_of(case, splits):
     result = flash.flash_attention(**arguments, return_lse=True, implementation="pallas", config=config)
 
     return worst_excess(result, truth)
-
-
-@pytest.fixture(autouse=True)
-def fresh_traces():
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("splits", [1, 3])

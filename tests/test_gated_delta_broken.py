@@ -12,6 +12,8 @@ from gated_delta import grid, kernel, prefill
 from references import accuracy
 from references.cases import GatedDeltaCase, inputs
 
+pytestmark = pytest.mark.usefixtures("fresh_traces")
+
 # fp32 and a slow decay, across window boundaries, with a ragged end and two key heads: where each fault shows.
 CASE = GatedDeltaCase("broken", "", 1, 90, 2, 4, 16, 16, gates=-1e-3)
 CONFIG = gated_delta.Config(16, 2, 1)
@@ -78,12 +80,6 @@ def worst_excess(case=CASE):
     errors = accuracy.gated_delta_errors(result, truth)
     bounds = accuracy.gated_delta_bounds(case, arguments, truth, chunk_size=16)
     return max(error / bound for error, bound in zip(errors, bounds, strict=True))
-
-
-@pytest.fixture(autouse=True)
-def fresh_traces():
-    yield
-    jax.clear_caches()
 
 
 def test_the_kernel_as_it_is_passes():

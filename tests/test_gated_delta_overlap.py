@@ -67,12 +67,6 @@ def test_machine_code(arch):
     assert ran == [f"gated_delta_{name}" for name in names]
 
 
-@pytest.fixture
-def fresh_traces():
-    yield
-    jax.clear_caches()
-
-
 def the_window_itself_prepared():
     return api, "prefill", broken(prefill, ("(x, place + 1, arrays)", "(x, place, arrays)")).prefill
 

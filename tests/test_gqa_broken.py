@@ -12,6 +12,8 @@ import gqa
 from gqa import Config, decode, grid, kernel
 from references.cases import GqaCase, inputs
 
+pytestmark = pytest.mark.usefixtures("fresh_traces")
+
 # Two KV heads of two query heads each, another past for each batch row, ragged tiles of rows and keys.
 PLAIN = GqaCase("prefill", "", 2, 40, 90, 4, 2, 16, 16, past=(9, 50), lengths=(40, 31), sinks="uniform")
 PREFILL, STEP = PLAIN, replace(PLAIN, name="step", T=3, past=(70, 80), lengths=(3, 2))
@@ -168,12 +170,6 @@ def excess_of(case):
     result = gqa.grouped_query_attention(**arguments, return_lse=True, implementation="pallas", config=CONFIG)
 
     return worst_excess(result, truth)
-
-
-@pytest.fixture(autouse=True)
-def fresh_traces():
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
