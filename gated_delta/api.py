@@ -128,6 +128,7 @@ def prefill_scratch_bytes(
     dtype,
     config: Config | None = None,
     num_sequences: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> int:
     """Bytes that `chunk_gated_delta_rule` allocates on a GPU besides its results.
 
@@ -141,13 +142,14 @@ def prefill_scratch_bytes(
       dtype: of q, k and v.
       config: by default that of the architecture at hand.
       num_sequences: R, for packed sequences (B = 1); the table of their chunks grows with T: 20 bytes a chunk.
+      use_qk_l2norm_in_kernel: as in the call; queries then have factors of their own.
 
     Returns:
       Bytes, without the alignment (at most 256 bytes a buffer) that an allocator adds.
 
     Raises:
       ValueError: a size below 0 (0 for heads and features), another dtype, a Config whose `dv_splits` does not divide
-        V, B != 1 with `num_sequences`.
+        V, B != 1 with `num_sequences`, an option that is not a Python bool.
       NotImplementedError: K > 256, which the kernels do not take.
     """
     sizes = dict(batch=batch, seq_len=seq_len, num_heads=num_heads, key_size=key_size, value_size=value_size)
@@ -159,6 +161,8 @@ def prefill_scratch_bytes(
         _refuse("dtype", jnp.dtype(dtype).name, f"one of {', '.join(DTYPES)}")
     if num_sequences is not None and batch != 1:
         _refuse("batch", batch, "1 where num_sequences is given")
+    if not isinstance(use_qk_l2norm_in_kernel, bool):
+        _refuse("use_qk_l2norm_in_kernel", repr(use_qk_l2norm_in_kernel), "a Python bool")
     _check_config(config, value_size)
     if obstacle := _obstacle(key_size):
         raise NotImplementedError(f"the Pallas kernels take {obstacle}")
@@ -167,7 +171,8 @@ def prefill_scratch_bytes(
     config = default_config(current_arch(), dtype, value_size) if config is None else config
     # Key heads have no part in scratch.
     shape = (batch, seq_len, num_heads, num_heads, key_size, value_size)
-    return grid.scratch_bytes(grid.Problem(*shape, jnp.dtype(dtype), config, num_sequences))
+    p = grid.Problem(*shape, jnp.dtype(dtype), config, num_sequences, l2norm=use_qk_l2norm_in_kernel)
+    return grid.scratch_bytes(p)
 
 
 class _Options(NamedTuple):
@@ -300,16 +305,17 @@ def _pallas(arrays: dict, options: _Options, phase: str, platform: str | None):
         has_initial=arrays["initial_state"] is not None,
         keeps_states=options.output_final_state,
         state_v_first=options.state_v_first,
+        l2norm=options.l2norm,
     )
     operands = {name: x for name, x in arrays.items() if x is not None}
     scale = K**-0.5 if options.scale is None else float(options.scale)
     # Kernels count in int32 whatever the caller's default.
     with jax.enable_x64(False):
         if phase == "decode":
-            return decode.decode(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
+            return decode.decode(problem, operands, scale=scale, architecture=architecture)
         if offsets is not None:
             operands["table"] = grid.chunk_table(offsets, T, config.chunk_size)
-        return prefill(problem, operands, scale=scale, l2norm=options.l2norm, architecture=architecture)
+        return prefill(problem, operands, scale=scale, architecture=architecture)
 
 
 def _architecture(platform: str | None) -> str | None:

@@ -24,7 +24,7 @@ from gated_delta.kernel import LOWEST_LOG_DECAY, NORM_EPSILON
 from gated_delta.tiles import call, columns, load, tile_mask
 
 
-def decode_body(ins, outs, *, p: Problem, scale, l2norm):
+def decode_body(ins, outs, *, p: Problem, scale):
     """All tokens of one sequence, for one head and one slice of V."""
     sequence, _, part = grid.scan_program(pl.program_id(0), p.heads, p.config.dv_splits)
     features = columns(0, p.key_size, p.key_tile)
@@ -45,7 +45,7 @@ def decode_body(ins, outs, *, p: Problem, scale, l2norm):
         q, k = (load(ins[n].at[t, features.index], features.mask).astype(jnp.float32) for n in ("q", "k"))
         v = load(ins["v"].at[t, values.index], values.mask).astype(jnp.float32)
         g, beta = (ins[n][t].astype(jnp.float32) for n in ("g", "beta"))
-        if l2norm:
+        if p.l2norm:
             q, k = (x * lax.rsqrt(jnp.sum(x * x) + NORM_EPSILON) for x in (q, k))
         state = jnp.exp(jnp.maximum(g, LOWEST_LOG_DECAY)) * state
         u = beta * (v - jnp.sum(of_feature(k) * state, axis=feature_axis))
@@ -63,13 +63,13 @@ def decode_body(ins, outs, *, p: Problem, scale, l2norm):
         plgpu.store(outs["state"].at[tile], state, mask=tile_mask(rows, cols))
 
 
-def decode(p: Problem, operands: dict, *, scale, l2norm, architecture):
+def decode(p: Problem, operands: dict, *, scale, architecture):
     """One launch.
 
     Args:
       p: the static facts.
       operands: q, k, v, g, beta; `initial_state` where `p.has_initial`; `cu_seqlens` of packed sequences.
-      scale, l2norm: of the rule.
+      scale: of the rule.
       architecture: what it is lowered for ("gfx942", "sm_90"), or None for interpret mode.
 
     Returns:
@@ -83,6 +83,6 @@ def decode(p: Problem, operands: dict, *, scale, l2norm, architecture):
         # Sequences may end before T: what no sequence holds is 0.
         operands["o"] = jnp.zeros_like(operands["v"])
     operands = vary_alike(operands)
-    body = functools.partial(decode_body, p=p, scale=scale, l2norm=l2norm)
+    body = functools.partial(decode_body, p=p, scale=scale)
     results = call(body, "gated_delta_decode", p, plan, operands, interpret=architecture is None)
     return results["o"], results.get("state")

@@ -10,20 +10,20 @@ The three passes run window by window over scratch for one window (or two, see b
 by T. Inside a window:
 
     locals    one program for each (chunk, batch, head)      parallel over everything: nothing here depends on the state
-                                                             (three kernels; `blocks` takes several chunks a program)
+                                                             (three kernels; `blocks` takes several chunks a program;
+                                                             or one, `prepare`, under `Config.overlap`)
     scan      one program for each (batch, head, V slice)    serial over the chunks; the columns of the state never mix,
                                                              so a slice of V is a problem of its own
     outputs   one program for each (chunk, batch, head)      parallel over everything: the states are known now
                                                              (or part of the scan: `Config.outputs_in_scan`)
 
-Under `Config.overlap` the scan of a window, which leaves most of a large chip idle, shares its launches with the
-locals of the next window (`beside`, `scan_parts`).
+Under `Config.overlap` the scan of a window, which leaves most of a large chip idle, shares its launch with the locals
+of the next window (`beside`).
 
 All index functions are pure integer arithmetic (+ - * // %) and serve Python ints and traced program ids alike.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +98,8 @@ class Problem:
     """Static facts of one call.
 
     `sequences` is R for packed sequences, else None. `has_initial`: initial states are given; `keeps_states`: final
-    states are asked for; both are `[rows, H, K, V]`, or V before K with `state_v_first`.
+    states are asked for; both are `[rows, H, K, V]`, or V before K with `state_v_first`. `l2norm`: q and k are divided
+    by their norms.
     """
 
     batch: int
@@ -113,6 +114,7 @@ class Problem:
     has_initial: bool = False
     keeps_states: bool = False
     state_v_first: bool = False
+    l2norm: bool = False
 
     @property
     def chunks(self) -> int:
@@ -129,8 +131,7 @@ class Problem:
 
     @property
     def overlaps(self) -> bool:
-        """With two windows there is more to launch and too little to hide."""
-        return self.config.overlap and self.windows > 2
+        return self.config.overlap and self.windows > 1
 
     @property
     def carry_rows(self) -> int:
@@ -180,6 +181,11 @@ class Problem:
         """fp16 holds states and updates relative to powers of two (see kernel.py)."""
         return self.dtype == jnp.float16
 
+    @property
+    def query_terms(self) -> bool:
+        """Whether `query_in` is stored as terms of bf16, which the scan adds up by a product (see kernel.py)."""
+        return self.config.outputs_in_scan and self.dtype != jnp.float32
+
 
 def tile_size(size: int) -> int:
     """The power of two >= 16 that a tile of `size` columns takes in a kernel; the rest is masked."""
@@ -214,8 +220,9 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
         "decay": (window, f32),
         # locals -> outputs
         "score": ((*window, c, c), dtype),
-        "query_in": ((*window, c), f32),
     }
+    if p.l2norm:
+        buffers["query_in"] = ((*window, BLOCK, c), jnp.bfloat16) if p.query_terms else ((*window, c), f32)
     if p.scaled:
         buffers["key_power"] = (window, f32)
     if not p.config.outputs_in_scan:
@@ -227,9 +234,6 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(*spec) for name, spec in buffers.items()}
 
 
-LOCALS_TO_OUTPUTS = ("score", "query_in")
-
-
 TO_SOLVE = ("gram", "strength")
 INSIDE_LOCALS = (*TO_SOLVE, "blocks")
 
@@ -239,11 +243,16 @@ def locals_to_scan(p: Problem) -> tuple[str, ...]:
     return ("key_in", "key_out", "decay", *(("key_power",) if p.scaled else ()))
 
 
+def locals_to_outputs(p: Problem) -> tuple[str, ...]:
+    """Without l2norm `query_in` would be `key_in`, which then serves both."""
+    return ("score", "query_in" if p.l2norm else "key_in")
+
+
 def plan_locals(p: Problem) -> Plan:
     """Pass (a): reads q, k, g, beta of a chunk; writes M, and what the scan and the outputs multiply with."""
     tokens = _token_specs(p, lambda program: chunk_program(program, p.batch, p.heads)[1:])
     chunk, buffers = _chunk_specs(p), scratch(p)
-    written = (*TO_SOLVE, *locals_to_scan(p), *LOCALS_TO_OUTPUTS)
+    written = (*TO_SOLVE, *locals_to_scan(p), *locals_to_outputs(p))
     return Plan(
         grid=(p.window_chunks * p.batch * p.heads,),
         num_warps=_warps_for(p, p.config.chunk_size // 16),
@@ -275,11 +284,19 @@ def plan_solve(p: Problem) -> Plan:
     chunk = _chunk_specs(p)
     return Plan(
         grid=(p.window_chunks * p.batch * p.heads,),
-        num_warps=_warps_for(p, p.config.chunk_size // 16),
+        num_warps=_warps_for(p, 1),
         in_specs=_pick(chunk, (*TO_SOLVE, "blocks")),
         out_specs=_pick(chunk, ("solve",)),
         out_shape=_pick(scratch(p), ("solve",)),
     )
+
+
+def plan_prepare(p: Problem) -> Plan:
+    """Pass (a) as one kernel, under `Config.overlap`: what `plan_locals`, `plan_blocks` and `plan_solve` write."""
+    plan, chunk, buffers = plan_locals(p), _chunk_specs(p), scratch(p)
+    plan.out_specs.update(_pick(chunk, ("blocks", "solve")))
+    plan.out_shape.update(_pick(buffers, ("blocks", "solve")))
+    return plan
 
 
 def plan_scan(p: Problem) -> Plan:
@@ -294,7 +311,7 @@ def plan_scan(p: Problem) -> Plan:
         out_shape=_pick(buffers, scan_to_outputs(p)),
     )
     if p.config.outputs_in_scan:
-        plan.in_specs.update(_pick(tokens, ("q",)) | _pick(window, LOCALS_TO_OUTPUTS))
+        plan.in_specs.update(_pick(tokens, ("q",)) | _pick(window, locals_to_outputs(p)))
         plan.out_specs["o"], plan.out_shape["o"] = tokens["v"], output_shape(p)
         if p.in_place:
             plan.in_specs["o"] = tokens["v"]
@@ -304,14 +321,6 @@ def plan_scan(p: Problem) -> Plan:
         plan.in_specs["carry"] = plan.out_specs["carry"] = _state_spec(p, p.carry_rows)
         plan.out_shape["carry"] = carry_shape(p)
     return plan
-
-
-def scan_parts(p: Problem) -> list[tuple[int, int]]:
-    """Under `overlap`: (first, end) chunk in the window for each launch of the scan.
-
-    One part runs beside each of the three kernels of the locals. Sizes 8 : 5 : 5, about their times on an H200.
-    """
-    return list(itertools.pairwise(p.window_chunks * n // 18 for n in (0, 8, 13, 18)))
 
 
 def starts(plans: list[Plan]) -> list[int]:
@@ -345,7 +354,7 @@ def plan_outputs(p: Problem) -> Plan:
         num_warps=_warps_for(p, p.config.chunk_size // 16 * (p.slice_tile // 16)),
         in_specs=_position_specs(p)
         | _pick(tokens, ("q",))
-        | _pick(chunk, LOCALS_TO_OUTPUTS)
+        | _pick(chunk, locals_to_outputs(p))
         | _pick(chunk, scan_to_outputs(p)),
         out_specs={"o": tokens["v"]},
         out_shape={"o": output_shape(p)},

@@ -1,8 +1,7 @@
 """The second half of pass (a): A = (I + M)^-1 for the strictly lower triangular M [C, C] of each chunk.
 
     blocks    forward substitution inside the 16 x 16 diagonal blocks: one column a lane, a row after the other
-    solve     block doubling: with Y the inverse of the diagonal blocks of n rows, Y (I - M_off Y) is that of the
-              blocks of 2 n rows; then `solve` = A diag(beta)
+    solve     the blocks below: X_ij = -Y_i (M_ij Y_j + ... + M_i,i-1 X_i-1,j), by products; then `solve` = A diag(beta)
 
 Two kernels, because a lane of the first reads what other lanes of the locals wrote, and the second wants the columns
 as a tile. In one kernel both would pass through exchanges between lanes, fifteen times (`benchmarks/NOTES.md`).
@@ -14,7 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
 from gated_delta.grid import BLOCK, Problem
-from gated_delta.tiles import dot, is_nvidia, split_terms
+from gated_delta.tiles import columns, dot, is_nvidia, load_tile, load_tokens, split_terms, store_tile
 
 
 def product(x, y, p: Problem, architecture):
@@ -29,29 +28,35 @@ def product(x, y, p: Problem, architecture):
 
 def blocks_body(program, window, ins, outs, *, p: Problem):
     """X of (I + M_block) X = I for the diagonal blocks of several chunks: lane j has column j of its chunk."""
-    chunk, column = grid.block_columns(program, lax.iota(jnp.int32, grid.BLOCK_LANES), p)
+    substitute(ins["gram"], outs["blocks"], *grid.block_columns(program, lax.iota(jnp.int32, grid.BLOCK_LANES), p))
+
+
+def substitute(gram, blocks, chunk, column):
+    """The work of `blocks_body`: a lane has column `column` of chunk `chunk`, an index into both buffers."""
     first = column // BLOCK * BLOCK
     x = []
     for i in range(BLOCK):
         row = jnp.where(column % BLOCK == i, 1.0, 0.0)
         for s in range(i):
-            row = row - plgpu.load(ins["gram"].at[*chunk, first + i, first + s]) * x[s]
+            row = row - plgpu.load(gram.at[*chunk, first + i, first + s]) * x[s]
         x.append(row)
     for i in range(BLOCK):
-        plgpu.store(outs["blocks"].at[*chunk, first + i, column % BLOCK], x[i])
+        plgpu.store(blocks.at[*chunk, first + i, column % BLOCK], x[i])
 
 
 def solve_body(program, window, ins, outs, *, p: Problem, architecture):
-    """One chunk of one head: from the inverses of the diagonal blocks to that of the whole, times diag(beta)."""
-    c = p.config.chunk_size
-    row, col = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
-    y = plgpu.load(ins["blocks"].at[row, col % BLOCK], mask=row // BLOCK == col // BLOCK, other=0.0)
-    n = BLOCK
-    while n < c:
-        below = (row // n % 2 == 1) & (col // n == row // n - 1)
-        off = plgpu.load(ins["gram"].at[row, col], mask=below, other=0.0)
-        y = product(y, jnp.where(row == col, 1.0, 0.0) - product(off, y, p, architecture), p, architecture)
-        n *= 2
-    solve = y * ins["strength"][...][None, :]
-    for term, part in enumerate(split_terms(solve, p.dtype, p.terms)):
-        outs["solve"][term] = part
+    """One chunk of one head: from the inverses Y_i of the diagonal blocks to that of the whole, times diag(beta)."""
+    count = p.config.chunk_size // BLOCK
+    block = [columns(i * BLOCK, BLOCK, BLOCK) for i in range(count)]
+    inverses = [load_tile(ins["blocks"], (), rows, block[0]) for rows in block]
+    below = {(i, k): load_tile(ins["gram"], (), block[i], block[k]) for i in range(count) for k in range(i)}
+    for j in range(count):
+        x = {j: inverses[j]}
+        for i in range(j + 1, count):
+            total = sum(product(below[i, k], x[k], p, architecture) for k in range(j, i))
+            x[i] = -product(inverses[i], total, p, architecture)
+        strength = load_tokens(ins["strength"], (), block[j])
+        for i in range(count):
+            solve = x[i] * strength[None, :] if i >= j else jnp.zeros((BLOCK, BLOCK), jnp.float32)
+            for term, part in enumerate(split_terms(solve, p.dtype, p.terms)):
+                store_tile(outs["solve"], (term,), block[i], block[j], part)

@@ -42,8 +42,11 @@ from gated_delta.tiles import (
     product_precision,
     split_terms,
     store_tile,
+    sum_of_terms,
+    terms_of_rows,
     tile_mask,
     token_rows,
+    transposed,
 )
 
 # exp(-104) is 0 in fp32, so this floor loses nothing and makes g = -inf (a full reset) an ordinary number.
@@ -71,12 +74,12 @@ def reciprocal(power):
     return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
 
 
-def norm_factor(x):
-    """1 / |x| of each row of x [C, K], fp32."""
-    return lax.rsqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1) + NORM_EPSILON)
+def norm_factor(products, diagonal):
+    """1 / |x| of each row of x [C, K] from x x^T: a product is cheaper than sums along rows."""
+    return lax.rsqrt(jnp.sum(jnp.where(diagonal, products, 0.0), axis=1) + NORM_EPSILON)
 
 
-def locals_body(program, window, ins, outs, *, p: Problem, l2norm, architecture):
+def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     """Pass (a), one chunk of one head: all that does not depend on the state, but for the inverse."""
     c = p.config.chunk_size
     in_window, _, _ = grid.chunk_program(program, p.batch, p.heads)
@@ -106,9 +109,10 @@ def locals_body(program, window, ins, outs, *, p: Problem, l2norm, architecture)
     decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
 
     precision = product_precision(p, architecture)
+    keys_keys, queries_keys = dot(k, k.T, precision), dot(q, k.T, precision)
     query_norm = key_norm = query_row = key_column = 1.0
-    if l2norm:
-        query_norm, key_norm = norm_factor(q), norm_factor(k)
+    if p.l2norm:
+        query_norm, key_norm = norm_factor(dot(q, q.T, precision), t == s), norm_factor(keys_keys, t == s)
         query_row, key_column = query_norm[:, None], key_norm[None, :]
     key_out = to_end * key_norm
     if p.scaled:
@@ -117,16 +121,19 @@ def locals_body(program, window, ins, outs, *, p: Problem, l2norm, architecture)
         outs["key_power"][...] = key_power
     outs["key_in"][...] = from_start * key_norm
     outs["key_out"][...] = key_out
-    outs["query_in"][...] = query_norm * from_start
+    if p.query_terms and p.l2norm:
+        outs["query_in"][...] = terms_of_rows(query_norm * from_start)
+    elif p.l2norm:
+        outs["query_in"][...] = query_norm * from_start
     outs["decay"][...] = jnp.exp(coarse_end + fine_end)
-    outs["score"][...] = (query_row * key_column * decays * dot(q, k.T, precision)).astype(p.dtype)
+    outs["score"][...] = (query_row * key_column * decays * queries_keys).astype(p.dtype)
 
     key_row = (beta * key_norm)[:, None]
-    outs["gram"][...] = jnp.where(t > s, key_row * key_column * decays * dot(k, k.T, precision), 0.0)
+    outs["gram"][...] = jnp.where(t > s, key_row * key_column * decays * keys_keys, 0.0)
     outs["strength"][...] = beta
 
 
-def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, part=None):
+def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture):
     """Pass (b), one head and one slice of V: carries the state over the chunks of a window.
 
     Stores each chunk's first state and its updates for pass (c), or under `outputs_in_scan` does that pass's work.
@@ -137,15 +144,14 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
 
     `ins["initial_state"]` (optional) has each sequence's initial state. `outs["carry"]` (optional, in place) takes the
     state from window to window; where final states are asked for it is their buffer, a row for each sequence.
-    `part` (static, optional) is the part of the window that this launch walks, as (first, end).
     """
     b, _, slice_of_values = grid.scan_program(program, p.heads, p.config.dv_splits)
-    begin, end = part or (0, p.window_chunks)
-    window_start = window * p.window_chunks
-    first, last = window_start + begin, jnp.minimum(window_start + end, p.chunks) - 1
+    first = window * p.window_chunks
+    last = jnp.minimum(first + p.window_chunks, p.chunks) - 1
     features = columns(0, p.key_size, p.key_tile)
     values = columns(slice_of_values * p.slice_size, p.slice_size, p.slice_tile)
     square = columns(0, p.config.chunk_size, p.config.chunk_size)
+    term_rows = columns(0, grid.BLOCK, grid.BLOCK)
     precision = product_precision(p, architecture)
 
     def sequence_of(chunk):
@@ -186,32 +192,31 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
             plgpu.store(state_at(outs["carry"], sequence if p.keeps_states else b), state, mask=mask)
 
     def factors(i):
-        """What a chunk's state, updates and query products are multiplied with, by name."""
+        """The scalars that a chunk's state and updates are multiplied with, by name."""
         found = {"decay": ins["decay"][i]}
         if p.scaled:
             found["key_power"] = ins["key_power"][i]
-        if p.config.outputs_in_scan:
-            found["query_in"] = load_tokens(ins["query_in"], (i,), square)
         return found
 
     def ahead(i):
         """The factors of chunk i, loaded one chunk early; None where the scan loads them in place.
 
-        No product of that chunk depends on them, so the compiler does not pipeline their loads: the scan with outputs
-        spent a third of its time waiting for them.
+        No product of that chunk depends on them, so the compiler does not pipeline their loads, and the scan with
+        outputs would wait for them.
         """
         return factors(jnp.minimum(i, p.window_chunks - 1)) if p.config.outputs_in_scan else None
 
     def step(i, carried):
         state, unit, fetched = carried
-        chunk = window_start + i
+        chunk = first + i
         rows, existing = token_rows(p, ins, chunk)
         if p.sequences is not None:
             state, unit = enter(chunk, unit[:, None] * state), jnp.ones_like(unit)
         k = load_tile(ins["k"], (), rows, features)
-        v = load_tile(ins["v"], (), rows, values).astype(jnp.float32).T
+        v = transposed(load_tile(ins["v"], (), rows, values), architecture)
         solve = [load_tile(ins["solve"], (i, jnp.int32(term)), square, square).T for term in range(p.terms)]
         key_in, key_out = (load_tokens(ins[name], (i,), square)[None, :] for name in ("key_in", "key_out"))
+        query_in = key_in
 
         here, following = fetched or factors(i), ahead(i + 1)
         decay, rescale = here["decay"], 1.0
@@ -235,7 +240,11 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
         state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
         if p.config.outputs_in_scan:
             q, score = load_tile(ins["q"], (), rows, features), load_tile(ins["score"], (i,), square, square)
-            past = here["query_in"][None, :] * dot(rounded_state, q.T, precision)
+            if p.query_terms and p.l2norm:
+                query_in = sum_of_terms(load_tile(ins["query_in"], (i,), term_rows, square), p.slice_tile)
+            elif p.l2norm:
+                query_in = load_tokens(ins["query_in"], (i,), square)[None, :]
+            past = query_in * dot(rounded_state, q.T, precision)
             present = dot(update.astype(p.dtype), score.T, precision)
             if p.scaled:
                 past, present = power[:, None] * past, scale_update[:, None] * present
@@ -251,7 +260,7 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture, pa
     if p.sequences is None:
         state = enter(first, state)
     unit = jnp.ones((p.slice_tile,), jnp.float32)
-    state, unit, _ = lax.fori_loop(begin, last + 1 - window_start, step, (state, unit, ahead(begin)))
+    state, unit, _ = lax.fori_loop(0, last + 1 - first, step, (state, unit, ahead(0)))
     if p.sequences is None:
         leave(last, unit[:, None] * state)
 
@@ -269,7 +278,7 @@ def outputs_body(program, window, ins, outs, *, p: Problem, scale, architecture)
     precision = product_precision(p, architecture)
     q = [load_tile(ins["q"], (), rows, block) for block in blocks]
     score = load_tile(ins["score"], (), square, square)
-    query_in = load_tokens(ins["query_in"], (), square)[:, None]
+    query_in = load_tokens(ins["query_in" if p.l2norm else "key_in"], (), square)[:, None]
 
     def one_slice(part, _):
         values = columns(part * p.slice_size, p.slice_size, p.slice_tile)

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from amdgpu.launch import vary_alike
 from gated_delta import grid, kernel
 from gated_delta.grid import Problem
-from gated_delta.inverse import blocks_body, solve_body
+from gated_delta.inverse import blocks_body, solve_body, substitute
 from gated_delta.tiles import call
 
 
@@ -60,6 +61,20 @@ def launch(p: Problem, work: list[tuple[Pass, int, dict]], numbers, *, interpret
     return [{name: x for (m, name), x in results.items() if m == n} for n in range(len(work))]
 
 
+def prepare_body(program, window, ins, outs, *, p: Problem, architecture):
+    """Pass (a) of one chunk of one head in one kernel: a barrier stands where otherwise a launch ends."""
+
+    def barrier():
+        if architecture is not None:
+            plgpu.debug_barrier()
+
+    kernel.locals_body(program, window, ins, outs, p=p, architecture=architecture)
+    barrier()
+    substitute(outs["gram"], outs["blocks"], (), lax.iota(jnp.int32, p.config.chunk_size))
+    barrier()
+    solve_body(program, window, outs, outs, p=p, architecture=architecture)
+
+
 def in_order(run, passes, arrays, numbers):
     """Passes of one window, one launch after another; each sees what the others wrote. Returns all arrays by name."""
     for x in passes:
@@ -67,28 +82,22 @@ def in_order(run, passes, arrays, numbers):
     return arrays
 
 
-def overlapped(run, p: Problem, prepare, scan: Pass, operands, results):
-    """The scan of each window in as many launches as passes `prepare` the next window, one beside each of those.
-
-    The last window, which alone may be ragged, is scanned in one launch: nothing is left to prepare.
-    """
+def overlapped(run, p: Problem, prepare: Pass, scan: Pass, operands, results):
+    """The scan of each window in one launch with what prepares the next. The last has nothing to prepare."""
     handed_on = [n for n in scan.plan.in_specs if n in grid.scratch(p)]
 
     def scan_window(numbers, place, results, prepared):
         """The scan of the window whose number stands at `place`. Returns results, and what is prepared for the next."""
-        arrays = operands
-        for x, part in zip(prepare, grid.scan_parts(p), strict=True):
-            scan_part = scan._replace(body=functools.partial(scan.body, part=part))
-            done, made = run([(scan_part, place, operands | results | prepared), (x, place + 1, arrays)], numbers)
-            results, arrays = results | done, arrays | made
-        return results, {n: arrays[n] for n in handed_on}
+        work = [(scan, place, operands | results | prepared), (prepare, place + 1, operands)]
+        done, made = run(work, numbers)
+        return results | done, {n: made[n] for n in handed_on}
 
     def scan_two_windows(i, state):
         """Two in a turn of the loop: with one, XLA would copy what is handed on."""
         numbers = 2 * i + jnp.arange(3, dtype=jnp.int32)
         return scan_window(numbers, 1, *scan_window(numbers, 0, *state))
 
-    first = in_order(run, prepare, operands, jnp.zeros((3,), jnp.int32))
+    (first,) = run([(prepare, 0, operands)], jnp.zeros((3,), jnp.int32))
     state = results, {n: first[n] for n in handed_on}
     state = lax.fori_loop(0, (p.windows - 1) // 2, scan_two_windows, state)
     numbers = p.windows - 2 + jnp.arange(3, dtype=jnp.int32)
@@ -96,13 +105,13 @@ def overlapped(run, p: Problem, prepare, scan: Pass, operands, results):
     return results | run([(scan, 1, operands | results | prepared)], numbers)[0]
 
 
-def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
+def prefill(p: Problem, operands: dict, *, scale, architecture):
     """The three passes, window by window.
 
     Args:
       p: the static facts.
       operands: q, k, v, g, beta; `initial_state` where `p.has_initial`; `table` (grid.chunk_table) of packed sequences.
-      scale, l2norm: of the rule.
+      scale: of the rule.
       architecture: what it is lowered for ("gfx942", "sm_90"), or None for interpret mode.
 
     Returns:
@@ -110,15 +119,19 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
     """
     bind, run = functools.partial, functools.partial(launch, p, interpret=architecture is None)
     operands = vary_alike(operands)
-    prepare = [
-        Pass("locals", grid.plan_locals(p), bind(kernel.locals_body, p=p, l2norm=l2norm, architecture=architecture)),
-        Pass("blocks", grid.plan_blocks(p), bind(blocks_body, p=p)),
-        Pass("solve", grid.plan_solve(p), bind(solve_body, p=p, architecture=architecture)),
-    ]
-    scan = Pass("scan", grid.plan_scan(p), bind(kernel.scan_body, p=p, scale=scale, architecture=architecture))
+    facts = {"p": p, "architecture": architecture}
+    if p.config.overlap:
+        prepare = [Pass("prepare", grid.plan_prepare(p), bind(prepare_body, **facts))]
+    else:
+        prepare = [
+            Pass("locals", grid.plan_locals(p), bind(kernel.locals_body, **facts)),
+            Pass("blocks", grid.plan_blocks(p), bind(blocks_body, p=p)),
+            Pass("solve", grid.plan_solve(p), bind(solve_body, **facts)),
+        ]
+    scan = Pass("scan", grid.plan_scan(p), bind(kernel.scan_body, scale=scale, **facts))
     passes = [*prepare, scan]
     if not p.config.outputs_in_scan:
-        body = bind(kernel.outputs_body, p=p, scale=scale, architecture=architecture)
+        body = bind(kernel.outputs_body, scale=scale, **facts)
         passes.append(Pass("outputs", grid.plan_outputs(p), body))
 
     def window(number, results):
@@ -134,7 +147,7 @@ def prefill(p: Problem, operands: dict, *, scale, l2norm, architecture):
         results["carry"] = _first_carry(p, operands)
     results = {n: x for n, x in vary_alike(operands | results).items() if n in results}
     if p.overlaps:
-        results = overlapped(run, p, prepare, scan, operands, results)
+        results = overlapped(run, p, prepare[0], scan, operands, results)
     else:
         results = lax.fori_loop(0, p.windows, window, results) if p.windows > 1 else window(0, results)
     return results["o"], results["carry"] if p.keeps_states else None

@@ -107,6 +107,35 @@ def split_terms(x, dtype, terms):
     return [first, rest.astype(jnp.bfloat16)]
 
 
+def transposed(x, architecture):
+    """x^T in fp32 of a tile [C, V / dv_splits].
+
+    On NVIDIA GPUs by the matrix unit, as I x^T, which is exact: each element times 1, and zeros. The result is where
+    other products leave theirs, and x is copied ahead as their operands are. An exchange between lanes through shared
+    memory is in the way of all loads before it: the scan spilled. A NaN or infinity spreads over its row of x.
+    """
+    if x.dtype == jnp.float32 or not is_nvidia(architecture):
+        return x.astype(jnp.float32).T
+    row, col = (lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[1]), d) for d in range(2))
+    return dot((row == col).astype(x.dtype), x.T)
+
+
+def terms_of_rows(x):
+    """x [C] in fp32 as a tile [16, C] of bf16 whose rows add up to it: three terms, and zeros."""
+    first, _ = split_terms(x, jnp.bfloat16, 2)
+    terms = [first, *split_terms(x - first.astype(jnp.float32), jnp.bfloat16, 2)]
+    row = lax.broadcasted_iota(jnp.int32, (grid.BLOCK, x.size), 0)
+    tile = jnp.zeros((grid.BLOCK, x.size), jnp.bfloat16)
+    for n, term in enumerate(terms):
+        tile = jnp.where(row == n, term[None, :], tile)
+    return tile
+
+
+def sum_of_terms(tile, rows):
+    """The x of `terms_of_rows` in each of `rows` rows, by a product with ones: for the reasons of `transposed`."""
+    return dot(jnp.ones((rows, tile.shape[0]), tile.dtype), tile)
+
+
 def call(body, name, p: Problem, plan: grid.Plan, operands: dict, interpret):
     """`pl.pallas_call` with operands and results by name; a result that is an operand too is updated in place."""
     ins, outs = sorted(plan.in_specs), sorted(plan.out_specs)

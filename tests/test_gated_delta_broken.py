@@ -58,7 +58,7 @@ def padding_that_writes():
 
 
 def skipped_chunk():
-    return broken_kernel(("chunk = window_start + i\n", "chunk = window_start + jnp.where(i == 1, 0, i)\n"))
+    return broken_kernel(("chunk = first + i\n", "chunk = first + jnp.where(i == 1, 0, i)\n"))
 
 
 FAULTS = [

@@ -51,16 +51,17 @@ def test_scratch_is_what_prefill_scratch_bytes_says(output_final_state, T, dtype
     assert abs(allocated - (promised - carry)) <= 4096
 
 
-# Two windows, which do not overlap; five, six and forty, which do.
+# One window; two, five, six and forty, which overlap.
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("T", [4096, 16384, 18778, 131072])
-@pytest.mark.parametrize("output_final_state", [False, True])
-def test_scratch_of_the_default_is_what_prefill_scratch_bytes_says(output_final_state, T, dtype):
+@pytest.mark.parametrize("T", [2048, 4096, 16384, 18778, 131072])
+@pytest.mark.parametrize(("output_final_state", "l2norm"), [(False, False), (True, True)])
+def test_scratch_of_the_default_is_what_prefill_scratch_bytes_says(output_final_state, l2norm, T, dtype):
     B, H, K, V = 1, 32, 128, 128
     q, k, v = (jax.ShapeDtypeStruct((B, T, H, size), dtype) for size in (K, K, V))
     g = beta = jax.ShapeDtypeStruct((B, T, H), jnp.float32)
-    options = dict(output_final_state=output_final_state, implementation="pallas")
+    options = dict(output_final_state=output_final_state, use_qk_l2norm_in_kernel=l2norm, implementation="pallas")
     rule = partial(gated_delta.chunk_gated_delta_rule, **options)
     allocated = jax.jit(rule).lower(q, k, v, g, beta).compile().memory_analysis().temp_size_in_bytes
     carry = B * H * K * V * 4 if output_final_state else 0
-    assert abs(allocated - (gated_delta.prefill_scratch_bytes(B, T, H, K, V, dtype=dtype) - carry)) <= 8192
+    promised = gated_delta.prefill_scratch_bytes(B, T, H, K, V, dtype=dtype, use_qk_l2norm_in_kernel=l2norm)
+    assert abs(allocated - (promised - carry)) <= 8192

@@ -84,22 +84,15 @@ def test_windows_are_alike(T, window):
 OVERLAP = Config(16, 2, 2, outputs_in_scan=True, overlap=True)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 17, 18, 104])
-def test_parts_of_the_scan_cover_a_window_once(window):
-    p = problem(16 * 3 * window, replace(OVERLAP, window_chunks=window))
-    assert p.overlaps and p.window_chunks == window
-    assert [i for first, end in grid.scan_parts(p) for i in range(first, end)] == list(range(window))
-
-
-@pytest.mark.parametrize(("T", "windows"), [(32, 1), (64, 2), (65, 3)])
-def test_only_three_windows_or_more_overlap(T, windows):
+@pytest.mark.parametrize(("T", "windows"), [(32, 1), (33, 2), (65, 3)])
+def test_only_two_windows_or_more_overlap(T, windows):
     p = problem(T, OVERLAP)
-    assert (p.windows, p.overlaps) == (windows, windows > 2)
+    assert (p.windows, p.overlaps) == (windows, windows > 1)
 
 
 def test_passes_side_by_side_see_their_own_blocks():
     p = problem(100, OVERLAP, keeps_states=True)
-    plans = [grid.plan_scan(p), grid.plan_locals(p)]
+    plans = [grid.plan_scan(p), grid.plan_prepare(p)]
     (programs,), starts = grid.beside(plans).grid, grid.starts(plans)
     assert programs == sum(plan.grid[0] for plan in plans) and starts == [0, plans[0].grid[0]]
     for field in ("in_specs", "out_specs"):
@@ -135,9 +128,10 @@ def test_chunk_table_covers_every_token_once(lengths, spare):
         assert list(rows[:, grid.CLOSES]) == [*[0] * (len(rows) - 1), 1][-len(rows) :] if length else len(rows) == 0
 
 
-def test_specs_stay_inside_their_arrays():
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_specs_stay_inside_their_arrays(l2norm):
     """The block that a program's specs name lies inside the array, for every program of every kernel."""
-    p = problem(100, has_initial=True, keeps_states=True)
+    p = problem(100, has_initial=True, keeps_states=True, l2norm=l2norm)
     token_arrays = {
         "q": (2, 100, 2, 32),
         "k": (2, 100, 2, 32),
@@ -151,7 +145,7 @@ def test_specs_stay_inside_their_arrays():
     prefill = token_arrays | states | {name: buffer.shape for name, buffer in grid.scratch(p).items()}
     whole = replace(p, config=replace(p.config, outputs_in_scan=True))
     plans = grid.plan_locals(p), grid.plan_blocks(p), grid.plan_solve(p), grid.plan_scan(p), grid.plan_outputs(p)
-    for plan in (*plans, grid.plan_scan(whole)):
+    for plan in (*plans, grid.plan_prepare(p), grid.plan_scan(whole)):
         assert_blocks_inside(plan, prefill)
     assert_blocks_inside(grid.plan_decode(p), token_arrays | {"state": (2, 4, 32, 32)})
 
@@ -227,10 +221,12 @@ def test_scratch_is_what_is_allocated_whatever_the_length(dtype, limit_mib):
     assert answer <= limit_mib * 2**20
 
 
-def test_scratch_without_a_pass_of_outputs():
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_scratch_without_a_pass_of_outputs(l2norm):
     config = Config(32, 80, 8, 1, outputs_in_scan=True)
-    answer = gated_delta.prefill_scratch_bytes(1, 18778, 32, 128, 128, dtype="bfloat16", config=config)
-    function = partial(gated_delta.chunk_gated_delta_rule, config=config)
+    options = dict(config=config, use_qk_l2norm_in_kernel=l2norm)
+    answer = gated_delta.prefill_scratch_bytes(1, 18778, 32, 128, 128, dtype="bfloat16", **options)
+    function = partial(gated_delta.chunk_gated_delta_rule, **options)
     written, calls = allocated(lambda a: function(**a)[0], arguments(T=18778, dtype="bfloat16", **SEED_SHAPE))
     assert calls == len(KERNELS) - 1
     assert written == answer - 32 * 128 * 128 * 4
@@ -270,6 +266,7 @@ def test_scratch_of_packed_sequences(dtype):
         ({"dtype": "int32"}, "dtype must be one of bfloat16.*got int32"),
         ({"dtype": "float64"}, "dtype must be one of bfloat16.*got float64"),
         ({"batch": 2, "num_sequences": 3}, "batch must be 1 .*got 2"),
+        ({"use_qk_l2norm_in_kernel": 1}, "use_qk_l2norm_in_kernel must be a Python bool, got 1"),
         ({"config": Config(16, 2, 3)}, "config.dv_splits must divide .*64, got 3"),
     ],
 )
@@ -310,9 +307,8 @@ def test_overlap_shares_launches():
         function = partial(gated_delta.chunk_gated_delta_rule, config=config)
         return {c.name for c in isa.triton_calls(isa.lower_rocm(lambda a: function(**a), avals, arch="gfx942"))}
 
-    shared = {f"gated_delta_scan_{name}" for name in ("locals", "blocks", "solve")}
     assert names() == KERNELS - {"gated_delta_outputs"}
-    assert names(overlap=True) == names() | shared
+    assert names(overlap=True) == {f"gated_delta_{name}" for name in ("prepare", "scan_prepare", "scan")}
 
 
 def test_grids_have_one_axis_however_many_sequences():
