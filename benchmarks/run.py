@@ -229,8 +229,17 @@ def _scratch_note(case: Case, candidate: Candidate) -> str:
         return ""
     config = default_config(current_arch(), case.dtype, case.V)
     rows = None if case.cu_seqlens is None else len(case.cu_seqlens) - 1
-    options = dict(config=config, num_sequences=rows, use_qk_l2norm_in_kernel=case.l2norm)
-    promised = prefill_scratch_bytes(case.B, case.T, case.H, case.K, case.V, dtype=case.dtype, **options)
+    promised = prefill_scratch_bytes(
+        case.B,
+        case.T,
+        case.H,
+        case.K,
+        case.V,
+        dtype=case.dtype,
+        config=config,
+        num_sequences=rows,
+        use_qk_l2norm_in_kernel=case.l2norm,
+    )
     return f"prefill_scratch_bytes {promised / 2**20:.2f} MiB, {config}"
 
 
