@@ -142,14 +142,14 @@ def prefill_scratch_bytes(
       dtype: of q, k and v.
       config: by default that of the architecture at hand.
       num_sequences: R, for packed sequences (B = 1); the table of their chunks grows with T: 20 bytes a chunk.
-      use_qk_l2norm_in_kernel: as in the call; queries then have factors of their own.
+      use_qk_l2norm_in_kernel: what the call gets; with it queries have factors of their own, and the scratch is larger.
 
     Returns:
       Bytes, without the alignment (at most 256 bytes a buffer) that an allocator adds.
 
     Raises:
       ValueError: a size below 0 (0 for heads and features), another dtype, a Config whose `dv_splits` does not divide
-        V, B != 1 with `num_sequences`, an option that is not a Python bool.
+        V, B != 1 with `num_sequences`, `use_qk_l2norm_in_kernel` that is not a Python bool.
       NotImplementedError: K > 256, which the kernels do not take.
     """
     sizes = dict(batch=batch, seq_len=seq_len, num_heads=num_heads, key_size=key_size, value_size=value_size)
@@ -162,16 +162,25 @@ def prefill_scratch_bytes(
     if num_sequences is not None and batch != 1:
         _refuse("batch", batch, "1 where num_sequences is given")
     if not isinstance(use_qk_l2norm_in_kernel, bool):
-        _refuse("use_qk_l2norm_in_kernel", repr(use_qk_l2norm_in_kernel), "a Python bool")
+        _refuse("use_qk_l2norm_in_kernel", repr(use_qk_l2norm_in_kernel), "a Python bool (it is static)")
     _check_config(config, value_size)
     if obstacle := _obstacle(key_size):
         raise NotImplementedError(f"the Pallas kernels take {obstacle}")
     if seq_len == 0 or batch == 0 or num_sequences == 0:
         return 0
     config = default_config(current_arch(), dtype, value_size) if config is None else config
-    # Key heads have no part in scratch.
-    shape = (batch, seq_len, num_heads, num_heads, key_size, value_size)
-    p = grid.Problem(*shape, jnp.dtype(dtype), config, num_sequences, l2norm=use_qk_l2norm_in_kernel)
+    p = grid.Problem(
+        batch=batch,
+        seq_len=seq_len,
+        groups=num_heads,  # which have no part in scratch
+        heads=num_heads,
+        key_size=key_size,
+        value_size=value_size,
+        dtype=jnp.dtype(dtype),
+        config=config,
+        sequences=num_sequences,
+        l2norm=use_qk_l2norm_in_kernel,
+    )
     return grid.scratch_bytes(p)
 
 

@@ -184,7 +184,7 @@ class Problem:
     @property
     def query_terms(self) -> bool:
         """Whether `query_in` is stored as terms of bf16, which the scan adds up by a product (see kernel.py)."""
-        return self.config.outputs_in_scan and self.dtype != jnp.float32
+        return self.l2norm and self.config.outputs_in_scan and self.dtype != jnp.float32
 
 
 def tile_size(size: int) -> int:
@@ -213,7 +213,7 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
         "gram": ((*window, c, c), f32),
         "blocks": ((*window, c, BLOCK), f32),
         "strength": ((*window, c), f32),
-        # locals -> scan
+        # locals -> scan; `key_in` -> outputs too, without l2norm
         "solve": ((*window, p.terms, c, c), dtype),
         "key_in": ((*window, c), f32),
         "key_out": ((*window, c), f32),
@@ -222,6 +222,7 @@ def scratch(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
         "score": ((*window, c, c), dtype),
     }
     if p.l2norm:
+        # Three terms and, for a product's tile, 13 rows of zeros.
         buffers["query_in"] = ((*window, BLOCK, c), jnp.bfloat16) if p.query_terms else ((*window, c), f32)
     if p.scaled:
         buffers["key_power"] = (window, f32)
@@ -239,7 +240,7 @@ INSIDE_LOCALS = (*TO_SOLVE, "blocks")
 
 
 def locals_to_scan(p: Problem) -> tuple[str, ...]:
-    """Without `solve`, which is not the first kernel's."""
+    """Without `solve`, which is not `plan_locals`'."""
     return ("key_in", "key_out", "decay", *(("key_power",) if p.scaled else ()))
 
 
@@ -292,8 +293,12 @@ def plan_solve(p: Problem) -> Plan:
 
 
 def plan_prepare(p: Problem) -> Plan:
-    """Pass (a) as one kernel, under `Config.overlap`: what `plan_locals`, `plan_blocks` and `plan_solve` write."""
-    plan, chunk, buffers = plan_locals(p), _chunk_specs(p), scratch(p)
+    """Pass (a) as one kernel, under `Config.overlap`: what `plan_locals`, `plan_blocks` and `plan_solve` write.
+
+    It has the scan's number of warps where it is launched alone too: windows must not change a bit.
+    """
+    plan = dataclasses.replace(plan_locals(p), num_warps=p.config.num_warps)
+    chunk, buffers = _chunk_specs(p), scratch(p)
     plan.out_specs.update(_pick(chunk, ("blocks", "solve")))
     plan.out_shape.update(_pick(buffers, ("blocks", "solve")))
     return plan

@@ -3,9 +3,12 @@
     blocks    forward substitution inside the 16 x 16 diagonal blocks: one column a lane, a row after the other
     solve     the blocks below: X_ij = -Y_i (M_ij Y_j + ... + M_i,i-1 X_i-1,j), by products; then `solve` = A diag(beta)
 
-Two kernels, because a lane of the first reads what other lanes of the locals wrote, and the second wants the columns
-as a tile. In one kernel both would pass through exchanges between lanes, fifteen times (`benchmarks/NOTES.md`).
+M and the blocks pass through memory: a lane of the first step reads what other lanes of the locals wrote, and the
+second wants the columns as a tile. In registers both would pass through exchanges between lanes, fifteen times
+(`benchmarks/NOTES.md`). So they are kernels of their own, or parts of one with barriers (`kernel.prepare_body`).
 """
+
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -49,12 +52,13 @@ def solve_body(program, window, ins, outs, *, p: Problem, architecture):
     count = p.config.chunk_size // BLOCK
     block = [columns(i * BLOCK, BLOCK, BLOCK) for i in range(count)]
     inverses = [load_tile(ins["blocks"], (), rows, block[0]) for rows in block]
-    below = {(i, k): load_tile(ins["gram"], (), block[i], block[k]) for i in range(count) for k in range(i)}
     for j in range(count):
         x = {j: inverses[j]}
         for i in range(j + 1, count):
-            total = sum(product(below[i, k], x[k], p, architecture) for k in range(j, i))
-            x[i] = -product(inverses[i], total, p, architecture)
+            # M is loaded where it is used: all of its blocks at once would spill.
+            below = [load_tile(ins["gram"], (), block[i], block[k]) for k in range(j, i)]
+            total = [product(m, x[k], p, architecture) for m, k in zip(below, range(j, i), strict=True)]
+            x[i] = -product(inverses[i], functools.reduce(jnp.add, total), p, architecture)
         strength = load_tokens(ins["strength"], (), block[j])
         for i in range(count):
             solve = x[i] * strength[None, :] if i >= j else jnp.zeros((BLOCK, BLOCK), jnp.float32)

@@ -4,9 +4,10 @@ With D_t the sum of g from the chunk's first token to t, E_ts = exp(D_t - D_s) f
 at the chunk's start, a chunk is (references.gated_delta derives it)
 
     locals    gram     = M = strictly_lower(diag(beta) (E * K K^T))
-              solve    = (I + M)^-1 diag(beta)            [C, C], by the two kernels of `gated_delta.inverse`
+              solve    = (I + M)^-1 diag(beta)            [C, C], by `gated_delta.inverse`
               score    = E * Q K^T                        [C, C]
-              key_in   = exp(D),  key_out = exp(D_C - D),  query_in = exp(D),  decay = exp(D_C)
+              key_in   = exp(D),  key_out = exp(D_C - D),  decay = exp(D_C)
+              query_in = exp(D), which without l2norm is `key_in`
     scan      U   = solve (V - key_in K S)                [C, V]
               S  <- decay S + K^T (key_out U)             [K, V]
     outputs   O   = scale (query_in Q S + score U)        [C, V]
@@ -23,6 +24,9 @@ Precision. Sums, gates, the inverse and the carried state are fp32. A product's 
            normal. Neither power depends on the chunk's tokens, so no output depends on a later token.
     bf16   `solve` and R enter their product as two terms, x = hi + lo. What is left is the rounding of S, U, score and
            the output; with one term each the error is 3.6e-3 to 4.7e-3, around the 4e-3 that is promised.
+
+`query_in` of 16-bit inputs reaches a scan with outputs as three terms of bf16, which are exact, and is added up by a
+product, which leaves it where the product with Q is.
 """
 
 import functools
@@ -33,6 +37,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from gated_delta import grid
 from gated_delta.grid import Problem
+from gated_delta.inverse import solve_body, substitute
 from gated_delta.tiles import (
     columns,
     dot,
@@ -75,7 +80,10 @@ def reciprocal(power):
 
 
 def norm_factor(products, diagonal):
-    """1 / |x| of each row of x [C, K] from x x^T: a product is cheaper than sums along rows."""
+    """1 / |x| of each row of x [C, K], from the diagonal of x x^T.
+
+    With one warp for each chunk, sums along rows of K elements took as many instructions as all the rest, and spilled.
+    """
     return lax.rsqrt(jnp.sum(jnp.where(diagonal, products, 0.0), axis=1) + NORM_EPSILON)
 
 
@@ -121,7 +129,7 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
         outs["key_power"][...] = key_power
     outs["key_in"][...] = from_start * key_norm
     outs["key_out"][...] = key_out
-    if p.query_terms and p.l2norm:
+    if p.query_terms:
         outs["query_in"][...] = terms_of_rows(query_norm * from_start)
     elif p.l2norm:
         outs["query_in"][...] = query_norm * from_start
@@ -131,6 +139,20 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     key_row = (beta * key_norm)[:, None]
     outs["gram"][...] = jnp.where(t > s, key_row * key_column * decays * keys_keys, 0.0)
     outs["strength"][...] = beta
+
+
+def prepare_body(program, window, ins, outs, *, p: Problem, architecture):
+    """Pass (a) of one chunk of one head in one kernel: a barrier stands where otherwise a launch ends."""
+
+    def barrier():
+        if architecture is not None:
+            plgpu.debug_barrier()
+
+    locals_body(program, window, ins, outs, p=p, architecture=architecture)
+    barrier()
+    substitute(outs["gram"], outs["blocks"], (), lax.iota(jnp.int32, p.config.chunk_size))
+    barrier()
+    solve_body(program, window, outs, outs, p=p, architecture=architecture)
 
 
 def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture):
@@ -151,7 +173,6 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture):
     features = columns(0, p.key_size, p.key_tile)
     values = columns(slice_of_values * p.slice_size, p.slice_size, p.slice_tile)
     square = columns(0, p.config.chunk_size, p.config.chunk_size)
-    term_rows = columns(0, grid.BLOCK, grid.BLOCK)
     precision = product_precision(p, architecture)
 
     def sequence_of(chunk):
@@ -240,8 +261,9 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture):
         state = decay * state + dot((key_out * update).astype(p.dtype), k, precision)
         if p.config.outputs_in_scan:
             q, score = load_tile(ins["q"], (), rows, features), load_tile(ins["score"], (i,), square, square)
-            if p.query_terms and p.l2norm:
-                query_in = sum_of_terms(load_tile(ins["query_in"], (i,), term_rows, square), p.slice_tile)
+            if p.query_terms:
+                terms = load_tile(ins["query_in"], (i,), columns(0, grid.BLOCK, grid.BLOCK), square)
+                query_in = sum_of_terms(terms, p.slice_tile)
             elif p.l2norm:
                 query_in = load_tokens(ins["query_in"], (i,), square)[None, :]
             past = query_in * dot(rounded_state, q.T, precision)

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from amdgpu.launch import vary_alike
 from gated_delta import grid, kernel
 from gated_delta.grid import Problem
-from gated_delta.inverse import blocks_body, solve_body, substitute
+from gated_delta.inverse import blocks_body, solve_body
 from gated_delta.tiles import call
 
 
@@ -59,20 +58,6 @@ def launch(p: Problem, work: list[tuple[Pass, int, dict]], numbers, *, interpret
     name = "_".join(["gated_delta", *(x.name for x, _, _ in work)])
     results = call(body, name, p, grid.beside(plans), operands, interpret)
     return [{name: x for (m, name), x in results.items() if m == n} for n in range(len(work))]
-
-
-def prepare_body(program, window, ins, outs, *, p: Problem, architecture):
-    """Pass (a) of one chunk of one head in one kernel: a barrier stands where otherwise a launch ends."""
-
-    def barrier():
-        if architecture is not None:
-            plgpu.debug_barrier()
-
-    kernel.locals_body(program, window, ins, outs, p=p, architecture=architecture)
-    barrier()
-    substitute(outs["gram"], outs["blocks"], (), lax.iota(jnp.int32, p.config.chunk_size))
-    barrier()
-    solve_body(program, window, outs, outs, p=p, architecture=architecture)
 
 
 def in_order(run, passes, arrays, numbers):
@@ -121,15 +106,15 @@ def prefill(p: Problem, operands: dict, *, scale, architecture):
     operands = vary_alike(operands)
     facts = {"p": p, "architecture": architecture}
     if p.config.overlap:
-        prepare = [Pass("prepare", grid.plan_prepare(p), bind(prepare_body, **facts))]
+        before_scan = [Pass("prepare", grid.plan_prepare(p), bind(kernel.prepare_body, **facts))]
     else:
-        prepare = [
+        before_scan = [
             Pass("locals", grid.plan_locals(p), bind(kernel.locals_body, **facts)),
             Pass("blocks", grid.plan_blocks(p), bind(blocks_body, p=p)),
             Pass("solve", grid.plan_solve(p), bind(solve_body, **facts)),
         ]
     scan = Pass("scan", grid.plan_scan(p), bind(kernel.scan_body, scale=scale, **facts))
-    passes = [*prepare, scan]
+    passes = [*before_scan, scan]
     if not p.config.outputs_in_scan:
         body = bind(kernel.outputs_body, scale=scale, **facts)
         passes.append(Pass("outputs", grid.plan_outputs(p), body))
@@ -147,7 +132,7 @@ def prefill(p: Problem, operands: dict, *, scale, architecture):
         results["carry"] = _first_carry(p, operands)
     results = {n: x for n, x in vary_alike(operands | results).items() if n in results}
     if p.overlaps:
-        results = overlapped(run, p, prepare[0], scan, operands, results)
+        results = overlapped(run, p, before_scan[0], scan, operands, results)
     else:
         results = lax.fori_loop(0, p.windows, window, results) if p.windows > 1 else window(0, results)
     return results["o"], results["carry"] if p.keeps_states else None

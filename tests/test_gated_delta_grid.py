@@ -90,6 +90,26 @@ def test_only_two_windows_or_more_overlap(T, windows):
     assert (p.windows, p.overlaps) == (windows, windows > 1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
+def test_windows_are_prepared_by_as_many_warps_alone_and_beside_the_scan(chunk_size, dtype):
+    """Other numbers of warps may sum in another order, and then the length of a window changes bits."""
+    p = problem(300, replace(OVERLAP, chunk_size=chunk_size, num_warps=1), dtype=dtype)
+    assert grid.plan_prepare(p).num_warps == grid.beside([grid.plan_scan(p), grid.plan_prepare(p)]).num_warps == 1
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_overlap_has_what_the_scan_reads_twice(l2norm):
+    options = dict(dtype="bfloat16", use_qk_l2norm_in_kernel=l2norm)
+    sizes = [
+        gated_delta.prefill_scratch_bytes(1, 100, 4, 32, 32, config=replace(OVERLAP, overlap=overlap), **options)
+        for overlap in (False, True)
+    ]
+    # For each of two chunks and four heads: `solve` and `score`, three factors of 16 tokens, or four with terms.
+    chunk = (2 + 1) * 16 * 16 * 2 + 2 * 16 * 4 + 4 + (16 * 16 * 2 if l2norm else 0)
+    assert sizes[1] - sizes[0] == 2 * 4 * chunk
+
+
 def test_passes_side_by_side_see_their_own_blocks():
     p = problem(100, OVERLAP, keeps_states=True)
     plans = [grid.plan_scan(p), grid.plan_prepare(p)]
@@ -128,10 +148,11 @@ def test_chunk_table_covers_every_token_once(lengths, spare):
         assert list(rows[:, grid.CLOSES]) == [*[0] * (len(rows) - 1), 1][-len(rows) :] if length else len(rows) == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("l2norm", [False, True])
-def test_specs_stay_inside_their_arrays(l2norm):
+def test_specs_stay_inside_their_arrays(l2norm, dtype):
     """The block that a program's specs name lies inside the array, for every program of every kernel."""
-    p = problem(100, has_initial=True, keeps_states=True, l2norm=l2norm)
+    p = problem(100, has_initial=True, keeps_states=True, l2norm=l2norm, dtype=dtype)
     token_arrays = {
         "q": (2, 100, 2, 32),
         "k": (2, 100, 2, 32),
@@ -145,7 +166,10 @@ def test_specs_stay_inside_their_arrays(l2norm):
     prefill = token_arrays | states | {name: buffer.shape for name, buffer in grid.scratch(p).items()}
     whole = replace(p, config=replace(p.config, outputs_in_scan=True))
     plans = grid.plan_locals(p), grid.plan_blocks(p), grid.plan_solve(p), grid.plan_scan(p), grid.plan_outputs(p)
-    for plan in (*plans, grid.plan_prepare(p), grid.plan_scan(whole)):
+    for plan in plans:
+        assert_blocks_inside(plan, prefill)
+    prefill |= {name: buffer.shape for name, buffer in grid.scratch(whole).items()}
+    for plan in (grid.plan_prepare(whole), grid.plan_scan(whole)):
         assert_blocks_inside(plan, prefill)
     assert_blocks_inside(grid.plan_decode(p), token_arrays | {"state": (2, 4, 32, 32)})
 
@@ -266,7 +290,7 @@ def test_scratch_of_packed_sequences(dtype):
         ({"dtype": "int32"}, "dtype must be one of bfloat16.*got int32"),
         ({"dtype": "float64"}, "dtype must be one of bfloat16.*got float64"),
         ({"batch": 2, "num_sequences": 3}, "batch must be 1 .*got 2"),
-        ({"use_qk_l2norm_in_kernel": 1}, "use_qk_l2norm_in_kernel must be a Python bool, got 1"),
+        ({"use_qk_l2norm_in_kernel": 1}, "use_qk_l2norm_in_kernel must be a Python bool .*got 1"),
         ({"config": Config(16, 2, 3)}, "config.dv_splits must divide .*64, got 3"),
     ],
 )

@@ -183,6 +183,7 @@ GATED_DELTA_SMALL = (
     GatedDeltaCase("slow_decay_fp16", _SLOW, 1, 160, 1, 2, 32, 32, "float16", -1e-3),
     GatedDeltaCase("l2norm", _SHAPES, 1, 96, 1, 2, 32, 32, keys="raw", l2norm=True),
     GatedDeltaCase("l2norm_bf16", _SHAPES, 1, 96, 1, 2, 32, 32, "bfloat16", keys="raw", l2norm=True, state=None),
+    GatedDeltaCase("l2norm_fp16", _SHAPES, 1, 96, 1, 2, 32, 32, "float16", keys="raw", l2norm=True),
     GatedDeltaCase("packed", _SHAPES, 1, 90, 1, 2, 16, 24, cu_seqlens=(0, 16, 30, 64, 65, 80, 90)),
     GatedDeltaCase("v_first", _SHAPES, 2, 65, 1, 2, 32, 16, state_v_first=True),
 )
