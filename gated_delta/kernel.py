@@ -79,12 +79,16 @@ def reciprocal(power):
     return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
 
 
-def norm_factor(products, diagonal):
-    """1 / |x| of each row of x [C, K], from the diagonal of x x^T.
+def square_norms(products, diagonal):
+    """|x|^2 of each row of x [C, K], fp32, from the diagonal of x x^T.
 
     With one warp for each chunk, sums along rows of K elements took as many instructions as all the rest, and spilled.
     """
-    return lax.rsqrt(jnp.sum(jnp.where(diagonal, products, 0.0), axis=1) + NORM_EPSILON)
+    return jnp.sum(jnp.where(diagonal, products, 0.0), axis=1)
+
+
+def norm_factor(square):
+    return lax.rsqrt(square + NORM_EPSILON)
 
 
 def locals_body(program, window, ins, outs, *, p: Problem, architecture):
@@ -95,7 +99,15 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     live = existing.mask
     assert live is not None
     features = columns(0, p.key_size, p.key_tile)
-    q, k = load_tile(ins["q"], (), rows, features), load_tile(ins["k"], (), rows, features)
+    t, s = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
+    precision = product_precision(p, architecture)
+    # First all products, the queries' norms before the keys are there: else gfx11 spills.
+    q = load_tile(ins["q"], (), rows, features)
+    query_norm = norm_factor(square_norms(dot(q, q.T, precision), t == s)) if p.l2norm else 1.0
+    k = load_tile(ins["k"], (), rows, features)
+    keys_keys, queries_keys = dot(k, k.T, precision), dot(q, k.T, precision)
+    key_squares = square_norms(keys_keys, t == s)
+    key_norm = norm_factor(key_squares) if p.l2norm else 1.0
     beta = jnp.where(live, load_tokens(ins["beta"], (), rows), 0.0)
     g = jnp.where(live, load_tokens(ins["g"], (), rows), 0.0)
 
@@ -110,17 +122,13 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     to_end = jnp.where(live, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)
     if p.scaled:
         # Tokens that write nothing have no part in `key_power`: with beta = 0, or a zero key, whose factor is 1000.
-        to_end = jnp.where((beta != 0) & (jnp.max(jnp.abs(k.astype(jnp.float32)), axis=1) > 0), to_end, 0.0)
-    t, s = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
+        to_end = jnp.where((beta != 0) & (key_squares > 0), to_end, 0.0)
     between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
     # Select, then exp: above the diagonal the exponent is positive and may overflow.
     decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
 
-    precision = product_precision(p, architecture)
-    keys_keys, queries_keys = dot(k, k.T, precision), dot(q, k.T, precision)
-    query_norm = key_norm = query_row = key_column = 1.0
+    query_row = key_column = 1.0
     if p.l2norm:
-        query_norm, key_norm = norm_factor(dot(q, q.T, precision), t == s), norm_factor(keys_keys, t == s)
         query_row, key_column = query_norm[:, None], key_norm[None, :]
     key_out = to_end * key_norm
     if p.scaled:
