@@ -102,12 +102,17 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     t, s = (lax.broadcasted_iota(jnp.int32, (c, c), d) for d in range(2))
     precision = product_precision(p, architecture)
     # First all products, the queries' norms before the keys are there: else gfx11 spills.
+    query_norm = key_norm = query_row = key_column = 1.0
     q = load_tile(ins["q"], (), rows, features)
-    query_norm = norm_factor(square_norms(dot(q, q.T, precision), t == s)) if p.l2norm else 1.0
+    if p.l2norm:
+        query_norm = norm_factor(square_norms(dot(q, q.T, precision), t == s))
+        query_row = query_norm[:, None]
     k = load_tile(ins["k"], (), rows, features)
     keys_keys, queries_keys = dot(k, k.T, precision), dot(q, k.T, precision)
     key_squares = square_norms(keys_keys, t == s)
-    key_norm = norm_factor(key_squares) if p.l2norm else 1.0
+    if p.l2norm:
+        key_norm = norm_factor(key_squares)
+        key_column = key_norm[None, :]
     beta = jnp.where(live, load_tokens(ins["beta"], (), rows), 0.0)
     g = jnp.where(live, load_tokens(ins["g"], (), rows), 0.0)
 
@@ -127,9 +132,6 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     # Select, then exp: above the diagonal the exponent is positive and may overflow.
     decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
 
-    query_row = key_column = 1.0
-    if p.l2norm:
-        query_row, key_column = query_norm[:, None], key_norm[None, :]
     key_out = to_end * key_norm
     if p.scaled:
         key_power = power_of_two(jnp.square(jnp.max(key_out)))
