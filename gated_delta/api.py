@@ -161,8 +161,7 @@ def prefill_scratch_bytes(
         _refuse("dtype", jnp.dtype(dtype).name, f"one of {', '.join(DTYPES)}")
     if num_sequences is not None and batch != 1:
         _refuse("batch", batch, "1 where num_sequences is given")
-    if not isinstance(use_qk_l2norm_in_kernel, bool):
-        _refuse("use_qk_l2norm_in_kernel", repr(use_qk_l2norm_in_kernel), "a Python bool (it is static)")
+    _check_bool("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     _check_config(config, value_size)
     if obstacle := _obstacle(key_size):
         raise NotImplementedError(f"the Pallas kernels take {obstacle}")
@@ -239,10 +238,9 @@ def _check(arrays: dict, options: _Options) -> dict:
             _refuse("initial_state", state.dtype.name, "of a float dtype of at least 16 bits")
     if options.scale is not None and not isinstance(options.scale, numbers.Real):
         _refuse("scale", repr(options.scale), "a Python number (it is static) or None")
-    for name in ("output_final_state", "l2norm", "state_v_first"):
-        if not isinstance(getattr(options, name), bool):
-            argument = "use_qk_l2norm_in_kernel" if name == "l2norm" else name
-            _refuse(argument, repr(getattr(options, name)), "a Python bool (it is static)")
+    _check_bool("output_final_state", options.output_final_state)
+    _check_bool("use_qk_l2norm_in_kernel", options.l2norm)
+    _check_bool("state_v_first", options.state_v_first)
     if options.implementation not in (None, "pallas", "reference"):
         _refuse("implementation", repr(options.implementation), 'None, "pallas" or "reference"')
     _check_config(options.config, V)
@@ -255,6 +253,11 @@ def _is_float(x: Array) -> bool:
 
 def _refuse(name, got, allowed):
     raise ValueError(f"{name} must be {allowed}, got {got}")
+
+
+def _check_bool(name: str, value) -> None:
+    if not isinstance(value, bool):
+        _refuse(name, repr(value), "a Python bool (it is static)")
 
 
 def _check_config(config: Config | None, value_size: int) -> None:

@@ -20,7 +20,7 @@ from gated_delta.tiles import columns, dot, is_nvidia, load_tile, load_tokens, s
 
 
 def product(x, y, p: Problem, architecture):
-    """x y for fp32 [C, C]: to fp32's accuracy for fp32 inputs, else to 2^-16 of it, by three bf16 products."""
+    """x y of two blocks in fp32: to fp32's accuracy for fp32 inputs, else to 2^-16 of it, by three bf16 products."""
     if p.dtype == jnp.float32:
         # Six bf16 products are as accurate as three TF32 products, and need fewer registers.
         preset = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
@@ -57,8 +57,8 @@ def solve_body(program, window, ins, outs, *, p: Problem, architecture):
         for i in range(j + 1, count):
             # M is loaded where it is used: all of its blocks at once would spill.
             below = [load_tile(ins["gram"], (), block[i], block[k]) for k in range(j, i)]
-            total = [product(m, x[k], p, architecture) for m, k in zip(below, range(j, i), strict=True)]
-            x[i] = -product(inverses[i], functools.reduce(jnp.add, total), p, architecture)
+            terms = [product(m, x[k], p, architecture) for k, m in enumerate(below, j)]
+            x[i] = -product(inverses[i], functools.reduce(jnp.add, terms), p, architecture)
         strength = load_tokens(ins["strength"], (), block[j])
         for i in range(count):
             solve = x[i] * strength[None, :] if i >= j else jnp.zeros((BLOCK, BLOCK), jnp.float32)

@@ -247,7 +247,7 @@ def scan_body(program, window, ins, outs, *, p: Problem, scale, architecture):
         v = transposed(load_tile(ins["v"], (), rows, values), architecture)
         solve = [load_tile(ins["solve"], (i, jnp.int32(term)), square, square).T for term in range(p.terms)]
         key_in, key_out = (load_tokens(ins[name], (i,), square)[None, :] for name in ("key_in", "key_out"))
-        query_in = key_in
+        query_in = key_in  # before fp16 makes that relative to its powers
 
         here, following = fetched or factors(i), ahead(i + 1)
         decay, rescale = here["decay"], 1.0
