@@ -58,6 +58,7 @@ from gated_delta.tiles import (
 LOWEST_LOG_DECAY = -104.0
 # Sums of up to 128 multiples of 2^-10 that are at least -104 are exact in fp32.
 GATE_STEP = 2.0**-10
+LOG2_E = 1.4426950408889634
 # Under the square root of an l2 norm, as in the reference.
 NORM_EPSILON = 1e-6
 
@@ -77,6 +78,11 @@ def update_power(power):
 def reciprocal(power):
     """1 / p of a power of two, exactly."""
     return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
+
+
+def exp(x, p: Problem):
+    """exp(x). For 16-bit inputs by a power of two, which takes fewer instructions: relative error |x| 2^-24."""
+    return jnp.exp(x) if p.dtype == jnp.float32 else jnp.exp2(x * LOG2_E)
 
 
 def square_norms(products, diagonal):
@@ -123,14 +129,14 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
     fine = g - coarse
     coarse_end, fine_end = jnp.sum(coarse), jnp.sum(fine)
     coarse, fine = jnp.cumsum(coarse), jnp.cumsum(fine)
-    from_start = jnp.exp(coarse + fine)
-    to_end = jnp.where(live, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)
+    from_start = exp(coarse + fine, p)
+    to_end = jnp.where(live, exp((coarse_end - coarse) + (fine_end - fine), p), 0.0)
     if p.scaled:
         # Tokens that write nothing have no part in `key_power`: with beta = 0, or a zero key, whose factor is 1000.
         to_end = jnp.where((beta != 0) & (key_squares > 0), to_end, 0.0)
     between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
     # Select, then exp: above the diagonal the exponent is positive and may overflow.
-    decays = jnp.exp(jnp.where(t >= s, between, -jnp.inf))
+    decays = exp(jnp.where(t >= s, between, -jnp.inf), p)
 
     key_out = to_end * key_norm
     if p.scaled:
@@ -143,7 +149,7 @@ def locals_body(program, window, ins, outs, *, p: Problem, architecture):
         outs["query_in"][...] = terms_of_rows(query_norm * from_start)
     elif p.l2norm:
         outs["query_in"][...] = query_norm * from_start
-    outs["decay"][...] = jnp.exp(coarse_end + fine_end)
+    outs["decay"][...] = exp(coarse_end + fine_end, p)
     outs["score"][...] = (query_row * key_column * decays * queries_keys).astype(p.dtype)
 
     key_row = (beta * key_norm)[:, None]

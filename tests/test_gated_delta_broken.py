@@ -52,8 +52,8 @@ def padding_that_writes():
     return broken_kernel(
         ('beta = jnp.where(live, load_tokens(ins["beta"], (), rows), 0.0)',
          'beta = load_tokens(ins["beta"], (), rows)'),
-        ("to_end = jnp.where(live, jnp.exp((coarse_end - coarse) + (fine_end - fine)), 0.0)",
-         "to_end = jnp.exp((coarse_end - coarse) + (fine_end - fine))"),
+        ("to_end = jnp.where(live, exp((coarse_end - coarse) + (fine_end - fine), p), 0.0)",
+         "to_end = exp((coarse_end - coarse) + (fine_end - fine), p)"),
     )  # fmt: skip
 
 
