@@ -106,7 +106,7 @@ def plan(
 
 
 def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
-    """Run what `plan` says, print a table per algorithm."""
+    """Run what `plan` says, print a table per algorithm. What is measured is on disk after each case."""
     rounds = options.rounds or (ROUNDS_ON_GPU if gpu else ROUNDS_ON_CPU)
     copied = copy_rate(rounds) if gpu and "gqa" in _algorithms(options) else None
     if copied is not None:
@@ -124,6 +124,8 @@ def run_cases(options: argparse.Namespace, gpu: bool) -> list[Result]:
                 if not gpu and timed:
                     only = ("reference",)
                 found += run_case(case, settings, timed=timed, only=only, on_step=bar.set_postfix_str)
+                if options.json:
+                    write_json(options.json, [*results, *found], None, [])
         grown = growth.as_text(found) if options.growth else ""
         for text in (as_text(found), steps_as_text(found), grown, left_out):
             if text:

@@ -265,6 +265,20 @@ def test_a_red_check_has_no_time_and_fails_the_command(factor, monkeypatch, caps
     assert (written["errors"]["o"] is None) == np.isnan(factor)
 
 
+def test_a_command_that_is_stopped_has_written_the_cases_before(monkeypatch, tmp_path):
+    def run_case(case, *arguments, **options):
+        if case.name == "second":
+            raise KeyboardInterrupt
+        return [results.Result("gated_delta", case.name, "kernel", {}, "checked")]
+
+    monkeypatch.setattr(command, "run_case", run_case)
+    monkeypatch.setattr(command, "plan", lambda *_: ([(dataclasses.replace(SMALL, name=n), False) for n in names], ""))
+    names, path = ("first", "second"), tmp_path / "stopped.json"
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["gated_delta", "--json", str(path)])
+    assert [one["case"] for one in json.loads(path.read_text())["results"]] == ["first"]
+
+
 def test_an_arm_that_cannot_do_the_case_is_absent(monkeypatch):
     def refuse(**arguments):
         raise NotImplementedError("no kernel for that yet")
